@@ -1,0 +1,94 @@
+"""What a router is told: engines, thresholds, limits. Checked whole, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from .errors import ConfigError
+from .report import Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Settings of one router. Names and defaults are those that vLLM publishes, where it has them."""
+
+    prefill: tuple[str, ...]
+    """Base URLs of the prefill engines, such as `http://127.0.0.1:8100`."""
+    decode: tuple[str, ...]
+    reuse: bool = True
+    """False runs every turn cold and releases what it leaves."""
+    route: Route | None = None
+    """Forces a route wherever it is possible and exact, for tests and measurements."""
+    decoder_kv_blocks_ttl: float = 480.0
+    """Seconds for which D keeps a finished turn's blocks: what the engines were started with."""
+    lease_margin_s: float = 10.0
+    """A handle is not used in the last seconds before its lease ends."""
+    kv_recompute_threshold: int = 64
+    """Tokens: fewer than these are computed rather than read."""
+    local_max_tokens: int = 64
+    """A turn whose uncached suffix on D is at most this long runs there alone. 0 switches `local` off."""
+    prefill_timeout_s: float = 120.0
+    """The prefill leg's hard limit, which also guards against engines that hang on a read."""
+    decode_timeout_s: float = 600.0
+    """Longest silence of the decode leg: until its first byte, and between two."""
+    connect_timeout_s: float = 5.0
+    max_body_bytes: int = 64 * 2**20
+    max_conversations: int = 10_000
+    max_branches: int = 8
+    """Histories that one conversation keeps at a time."""
+    max_idle_s: float = 3600.0
+    """A conversation that was silent for this long is forgotten."""
+    api_key: str | None = None
+    """Sent to the engines as a bearer token; never taken from the client's request."""
+
+    def __post_init__(self) -> None:
+        for field in ("prefill", "decode"):
+            urls = getattr(self, field)
+            if isinstance(urls, str) or not isinstance(urls, Sequence):
+                raise ConfigError(f"{field}= takes a list of engine URLs, not {urls!r}")
+            if not urls:
+                raise ConfigError(f"{field}= is empty: name at least one {field} engine")
+            object.__setattr__(self, field, tuple(_engine_url(field, url) for url in urls))
+        both = set(self.prefill) & set(self.decode)
+        if both:
+            raise ConfigError(f"{min(both)} is listed under both prefill= and decode=: an engine has one role")
+        for field in ("prefill", "decode"):
+            urls = getattr(self, field)
+            if len(set(urls)) != len(urls):
+                raise ConfigError(f"{field}= lists the same engine twice")
+        if self.route is not None:
+            try:
+                object.__setattr__(self, "route", Route(self.route))
+            except ValueError:
+                raise ConfigError(f"route={self.route!r}: use one of {', '.join(Route)}") from None
+        for field in ("kv_recompute_threshold", "local_max_tokens"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field}={getattr(self, field)}: a number of tokens, 0 or more")
+        for field in ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"{field}={getattr(self, field)}: a number of seconds above 0")
+        for field in ("max_body_bytes", "max_conversations", "max_branches"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)}: 1 or more")
+        if not 0 <= self.lease_margin_s < self.decoder_kv_blocks_ttl:
+            raise ConfigError(
+                f"lease_margin_s={self.lease_margin_s}: from 0 to below decoder_kv_blocks_ttl={self.decoder_kv_blocks_ttl}"
+            )
+
+
+def _engine_url(field: str, url: str) -> str:
+    if not isinstance(url, str):
+        raise ConfigError(f"{field}=: {url!r} is not a URL")
+    parts = urlsplit(url)
+    try:
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:
+        port_ok = False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
+        raise ConfigError(f"{field}=: {url!r} is not an engine's URL; it should look like http://host:8100")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(f"{field}=: {parts.hostname}: credentials, query and fragment do not belong in an engine's URL")
+    base = url.rstrip("/")
+    return base.removesuffix("/v1")

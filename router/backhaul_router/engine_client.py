@@ -1,0 +1,73 @@
+"""HTTP to the engines, behind a small protocol, so that the client library can be changed without the router noticing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class FailureKind(enum.StrEnum):
+    """How a call failed, which decides whether it can be sent again."""
+
+    REFUSED = "refused"
+    """No connection was made, so the engine never saw the request: it can be sent again safely."""
+    TIMEOUT = "timeout"
+    BROKEN = "broken"
+    """The connection ended after the request was sent."""
+
+
+class EngineFailure(Exception):
+    """An engine did not answer. `message` names the engine's URL and says what happened."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """One HTTP request to an engine."""
+
+    url: str
+    body: bytes | None = None
+    """JSON to POST; `None` makes it a GET."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 120.0
+    """`call`: limit for the whole exchange. `open`: longest silence before the head and between chunks."""
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """A whole response."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+
+
+class EngineStream(Protocol):
+    """A response whose head has arrived and whose body is still coming."""
+
+    @property
+    def status(self) -> int: ...
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Names in lower case."""
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Chunks as they come off the socket, never joined or split. Raises `EngineFailure`."""
+    async def aclose(self) -> None:
+        """Ends the exchange; an answer that is not complete yet is aborted, which the engine notices."""
+
+
+class EngineClient(Protocol):
+    """How the router talks HTTP."""
+
+    async def call(self, request: EngineCall) -> EngineAnswer:
+        """Raises `EngineFailure`; any HTTP status is an answer."""
+    async def open(self, request: EngineCall) -> EngineStream:
+        """Returns when the head is there. Raises `EngineFailure`."""
+    async def aclose(self) -> None: ...

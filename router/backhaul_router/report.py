@@ -1,0 +1,126 @@
+"""The reuse report: what one turn reused, from where, how long each step took, and why not when it did not."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+
+class Route(enum.StrEnum):
+    """How a turn ran."""
+
+    COLD = "cold"
+    """The prefill engine computed the whole prompt (its own prefix cache aside)."""
+    WARM = "warm"
+    """The prefill engine read the history's KV blocks back from the decode engine and computed the rest."""
+    LOCAL = "local"
+    """The decode engine ran the turn alone, on its own prefix cache."""
+
+
+class Proof(enum.StrEnum):
+    """What shows that the KV that a turn reused belongs to its own tokens."""
+
+    TOKENS = "tokens"
+    """The router compared chained digests of token ids, and sent the very ids that it compared."""
+    ENGINE = "engine"
+    """The engine's own prefix cache, which is keyed by content; nothing was read from another engine."""
+
+
+class Reason(enum.StrEnum):
+    """Why a turn reused nothing over the wire: the closed list that `ReuseReport.reason` draws from."""
+
+    FIRST_TURN = "first_turn"
+    """The conversation has no history on record."""
+    NO_CONVERSATION = "no_conversation"
+    """The request names no conversation, so there is nothing to look up."""
+    NO_HANDLE = "no_handle"
+    """The last turn left no handle: it ended by a stop string, was aborted, ran `local`, or its stream hid it."""
+    IN_USE = "in_use"
+    """Another turn of this conversation holds the handle; a handle is read at most once."""
+    EXPIRED = "expired"
+    """The lease on the decode engine's blocks has ended, or is about to."""
+    DIVERGED = "diverged"
+    """The prompt's tokens differ from those that the decode engine ran before one whole block is common."""
+    BELOW_THRESHOLD = "below_threshold"
+    """Fewer tokens are reusable than `kv_recompute_threshold`: computing them costs less than reading them."""
+    ENGINE_CHANGED = "engine_changed"
+    """The decode engine that made the handle has restarted since, or is no longer configured."""
+    READ_FAILED = "read_failed"
+    """The prefill engine could not read the blocks; the turn was run again without the handle."""
+    NO_PROOF = "no_proof"
+    """Nothing can show that the handle's tokens are the prompt's: images, adapters, fields the renderer ignores."""
+    MULTIPLE_CHOICES = "multiple_choices"
+    """`n`, `best_of` or beam search ask for several sequences, and a handle serves one."""
+    REUSE_OFF = "reuse_off"
+    """Reuse is switched off, by configuration or for this turn."""
+    FLUSHED = "flushed"
+    """Every handle was dropped on request, as before a weight update."""
+
+
+class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one turn reused. Counts are tokens, times are milliseconds; `None` means not known, never zero.
+
+    On stock engines P reports only the sum of what it found in its own prefix cache and what it read
+    (`cached`), so the split (`local`, `pulled`) and what D found in its own cache (`decode_cached`) are `None`.
+    """
+
+    conversation: str | None
+    """The conversation's id; `None` when the request named none."""
+    turn: int
+    """1 for the first turn on record."""
+    route: Route
+    proof: Proof | None = None
+    reason: Reason | None = None
+    """Why the route is not `warm`, or why a `warm` try ended cold; `None` on a warm turn, and on a `local` turn
+    chosen because the suffix was short."""
+    identity_source: str | None = None
+    """Where the conversation id came from, such as `header:x-conversation-id` or `scope`."""
+    diverged_at: int | None = None
+    """Index of the first message that differs from the history on record; `None` when all of it matches.
+    On `/v1/completions` the prompt counts as one message."""
+    prompt: int | None = None
+    """Tokens of the prompt."""
+    offered: int = 0
+    """Tokens whose KV was offered to P for reading: proven, whole blocks."""
+    cached: int | None = None
+    """Tokens that the engine that prefilled (P; D when `local`) found cached or read."""
+    local: int | None = None
+    """Tokens that P found in its own prefix cache."""
+    pulled: int | None = None
+    """Tokens whose KV P read from D."""
+    decode_cached: int | None = None
+    """Tokens that D found in its own prefix cache."""
+    computed: int | None = None
+    """Tokens that were prefilled by computing: `prompt - cached`."""
+    generated: int | None = None
+    """Tokens of the answer."""
+    render_ms: float | None = None
+    prefill_ms: float | None = None
+    first_byte_ms: float | None = None
+    """From the request's arrival to the first byte of the answer's body."""
+    total_ms: float = 0.0
+    prefill_engine: str | None = None
+    decode_engine: str | None = None
+    handle_remaining_s: float | None = None
+    """Seconds for which the handle that this turn left can still be used; `None` when it left none."""
+    saved_ms: float | None = None
+    """Estimate of the time to first token that reuse saved."""
+    saved_basis: str | None = None
+    """How `saved_ms` was estimated."""
+    retries: int = 0
+    """Engine calls that were repeated, on this or on another engine."""
+    status: int = 200
+    """HTTP status that the client got."""
+    error: str | None = None
+    """What ended the turn early, such as `client_gone`; `None` when it ran to its end."""
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that were not computed for this turn, as far as is known."""
+        return self.cached or 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON types, keys as the attributes are named."""
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
