@@ -66,7 +66,13 @@ class RouterConfig:
         for field in ("kv_recompute_threshold", "local_max_tokens"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of tokens, 0 or more")
-        for field in ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s"):
+        for field in (
+            "decoder_kv_blocks_ttl",
+            "prefill_timeout_s",
+            "decode_timeout_s",
+            "connect_timeout_s",
+            "max_idle_s",
+        ):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of seconds above 0")
         for field in ("max_body_bytes", "max_conversations", "max_branches"):
@@ -89,6 +95,8 @@ def _engine_url(field: str, url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
         raise ConfigError(f"{field}=: {url!r} is not an engine's URL; it should look like http://host:8100")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(f"{field}=: {parts.hostname}: credentials, query and fragment do not belong in an engine's URL")
+        raise ConfigError(
+            f"{field}=: {parts.hostname}: credentials, query and fragment do not belong in an engine's URL"
+        )
     base = url.rstrip("/")
     return base.removesuffix("/v1")

@@ -16,6 +16,8 @@ class FailureKind(enum.StrEnum):
     TIMEOUT = "timeout"
     BROKEN = "broken"
     """The connection ended after the request was sent."""
+    ERROR = "error"
+    """The engine answered, with a server error. Never raised by a client: any status is an answer to it."""
 
 
 class EngineFailure(Exception):
@@ -57,8 +59,10 @@ class EngineStream(Protocol):
     @property
     def headers(self) -> Mapping[str, str]:
         """Names in lower case."""
+
     def __aiter__(self) -> AsyncIterator[bytes]:
         """Chunks as they come off the socket, never joined or split. Raises `EngineFailure`."""
+
     async def aclose(self) -> None:
         """Ends the exchange; an answer that is not complete yet is aborted, which the engine notices."""
 
@@ -68,6 +72,8 @@ class EngineClient(Protocol):
 
     async def call(self, request: EngineCall) -> EngineAnswer:
         """Raises `EngineFailure`; any HTTP status is an answer."""
+
     async def open(self, request: EngineCall) -> EngineStream:
         """Returns when the head is there. Raises `EngineFailure`."""
+
     async def aclose(self) -> None: ...

@@ -49,6 +49,8 @@ class Reason(enum.StrEnum):
     """The decode engine that made the handle has restarted since, or is no longer configured."""
     READ_FAILED = "read_failed"
     """The prefill engine could not read the blocks; the turn was run again without the handle."""
+    DECODE_FAILED = "decode_failed"
+    """The decode engine failed before its first byte; the turn was run again on another, without the handle."""
     NO_PROOF = "no_proof"
     """Nothing can show that the handle's tokens are the prompt's: images, adapters, fields the renderer ignores."""
     MULTIPLE_CHOICES = "multiple_choices"
@@ -69,7 +71,7 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     conversation: str | None
     """The conversation's id; `None` when the request named none."""
     turn: int
-    """1 for the first turn on record."""
+    """Counts the conversation's turns as they begin, from 1."""
     route: Route
     proof: Proof | None = None
     reason: Reason | None = None
@@ -78,8 +80,8 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     identity_source: str | None = None
     """Where the conversation id came from, such as `header:x-conversation-id` or `scope`."""
     diverged_at: int | None = None
-    """Index of the first message that differs from the history on record; `None` when all of it matches.
-    On `/v1/completions` the prompt counts as one message."""
+    """Index of the first message that differs from the history on record, the engine's own answer included; `None` when
+    all of it matches. On `/v1/completions` the prompt counts as one message."""
     prompt: int | None = None
     """Tokens of the prompt."""
     offered: int = 0

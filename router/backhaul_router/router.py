@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, assert_never
 
+from . import wire
+from .aiohttp_client import AiohttpClient
 from .config import RouterConfig
-from .engine_client import EngineClient
-from .report import Route
+from .effects import (
+    Action,
+    Answered,
+    Call,
+    Chunk,
+    DropEngine,
+    Ended,
+    Event,
+    Failed,
+    GiveBack,
+    Headers,
+    Lost,
+    Need,
+    Open,
+    Opened,
+    Read,
+    Record,
+    Release,
+    Respond,
+    Send,
+    Settle,
+    Take,
+    Took,
+)
+from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
+from .errors import ConfigError, error_body
+from .fleet import Engine, Fleet, Role, check_fit
+from .identity import IdentityError, identify
+from .ledger import Held, MemoryLedger
+from .probe import Unreachable, describe
+from .report import Reason, ReuseReport, Route
 from .scope import ConversationScope
+from .sse import EventSplitter, data_of
+from .turn import Done, State, Turn
+
+log = logging.getLogger("backhaul")
+
+_RELEASE_TIMEOUT_S = 5.0
+_PROBE_AGAIN_S = 10.0
+_FORWARDED_HEADERS = ("traceparent", "tracestate")
+_GET = ("/v1/models", "/health", "/version")
+_POST = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 @dataclass(frozen=True)
@@ -37,27 +90,449 @@ class Reply(Protocol):
     async def aclose(self) -> None: ...
 
 
+class WholeReply:
+    """A reply whose body is known."""
+
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+    async def aclose(self) -> None:
+        pass
+
+
+def _error(status: int, message: str, *, code: str, param: str | None = None) -> WholeReply:
+    body = error_body(message, type_="invalid_request_error", code=code, param=param)
+    return WholeReply(status, (("content-type", "application/json"), ("x-should-retry", "false")), body)
+
+
 class Router:
     """Runs turns. One instance holds a ledger and a fleet, and may be used from several event loops and threads."""
 
-    def __init__(self, config: RouterConfig, *, client: EngineClient | None = None) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        client: EngineClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_report: Callable[[ReuseReport], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.client: EngineClient = client or AiohttpClient(
+            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
+        )
+        self.clock = clock
+        self.ledger = MemoryLedger(
+            max_conversations=config.max_conversations, max_branches=config.max_branches, max_idle_s=config.max_idle_s
+        )
+        self._on_report = on_report
+        self._fleet: Fleet | None = None
+        self._absent: dict[str, Role] = {}
+        self._probed = 0.0
+        self._background: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Router {self._fleet or 'not connected'}, {self.ledger}>"
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines. Raises `RuntimeError` before `connect`."""
+        if self._fleet is None:
+            raise RuntimeError("the router has not asked its engines yet: await connect() first")
+        return self._fleet
 
     async def connect(self) -> None:
         """Asks every engine what it is and checks that they fit together; done once, before the first turn.
 
-        Raises `ConfigError`."""
-        raise NotImplementedError
+        Raises `ConfigError`: an engine is of an unsupported version or another model, or no engine of a role answers. An
+        engine that does not answer while others of its role do is left out, with a warning, and asked again later.
+        """
+        if self._fleet is not None:
+            if self._absent and self.clock() - self._probed > _PROBE_AGAIN_S:
+                self._probed = self.clock()
+                self._spawn(self._ask_absent())
+            return
+        wanted = dict.fromkeys(self.config.prefill, Role.PREFILL) | dict.fromkeys(self.config.decode, Role.DECODE)
+        found, absent = await self._ask(wanted)
+        for role in Role:
+            if not any(engine.role is role for engine in found):
+                raise ConfigError(f"no {role} engine answers: " + "; ".join(absent.values()))
+        check_fit(found)
+        for message in absent.values():
+            log.warning("left out for now: %s", message)
+        for engine in found:
+            if engine.role is Role.DECODE and not engine.streams_handles:
+                log.warning(
+                    "%s does not show handles in its streams: streamed turns leave nothing to reuse, and pin its blocks for "
+                    "%.0f s. Install backhaul beside vLLM, which loads its plugin.",
+                    engine,
+                    self.config.decoder_kv_blocks_ttl,
+                )
+        if self._fleet is None:
+            self._fleet = Fleet(found)
+            self._absent = {url: wanted[url] for url in absent}
+            self._probed = self.clock()
+
+    async def _ask(self, wanted: Mapping[str, Role]) -> tuple[list[Engine], dict[str, str]]:
+        answers = await asyncio.gather(
+            *(describe(self.client, url, role) for url, role in wanted.items()), return_exceptions=True
+        )
+        found: list[Engine] = []
+        absent: dict[str, str] = {}
+        for (url, role), answer in zip(wanted.items(), answers, strict=True):
+            if isinstance(answer, Engine):
+                found.append(answer)
+            elif isinstance(answer, Unreachable):
+                absent[url] = f"{role} engine {answer}"
+            else:
+                raise answer
+        return found, absent
+
+    async def _ask_absent(self) -> None:
+        for url, role in list(self._absent.items()):
+            try:
+                self.fleet.add(await describe(self.client, url, role))
+            except Unreachable as error:
+                log.info("still left out: %s engine %s", role, error)
+            except ConfigError as error:
+                log.error("left out: %s", error)  # noqa: TRY400
+            else:
+                del self._absent[url]
 
     async def handle(self, request: Request) -> Reply:
         """Runs one request. Returns when the reply's head is known. Errors that a client should see are replies;
         `ConfigError` is raised."""
-        raise NotImplementedError
+        path = request.path.partition("?")[0]
+        known = {str(endpoint): endpoint for endpoint in wire.Endpoint}
+        endpoint = known.get(path) if request.method == "POST" else None
+        if endpoint is None and not self._passes(request.method, path):
+            served = ", ".join((*known, *_POST))
+            return _error(404, f"{request.method} {path} is not served here; POST {served}", code="not_found")
+        if len(request.body) > self.config.max_body_bytes:
+            return _error(
+                413,
+                f"the body has {len(request.body)} bytes; the limit is {self.config.max_body_bytes} (max_body_bytes=)",
+                code="body_too_large",
+            )
+        headers = {name.lower(): value for name, value in request.headers}
+        if endpoint is None:
+            await self.connect()
+            return await self._pass(request, headers)
+        try:
+            facts = wire.read_request(endpoint, request.body)
+            identity = identify(headers, facts.ids, request.scope.id if request.scope else None)
+        except wire.MalformedBody as error:
+            return _error(400, str(error), code="malformed_body")
+        except IdentityError as error:
+            return _error(400, str(error), code="conflicting_ids", param=error.param)
+        await self.connect()
+        now = self.clock()
+        self._release_all(self.ledger.sweep(now))
+        turn = Turn(facts, identity, self.config, self.fleet, now, request.route)
+        run = _Run(
+            self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
+        )
+        return await run.start()
+
+    @staticmethod
+    def _passes(method: str, path: str) -> bool:
+        if method == "GET":
+            return path in _GET or path.startswith("/v1/models/")
+        return method == "POST" and path in _POST
+
+    @staticmethod
+    def _engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
+        """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
+        out = {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
+        request_id = headers.get("x-request-id", "")
+        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 and request_id.isascii() else uuid.uuid4().hex
+        if conversation and conversation.isascii():
+            out["x-session-id"] = conversation
+        return out
+
+    async def _pass(self, request: Request, headers: Mapping[str, str]) -> Reply:
+        """Gives a request that is no turn to a decode engine, and its answer back."""
+        engine = self.fleet.pick(Role.DECODE)
+        if engine is None:
+            return _error(503, "no decode engine is configured", code="no_engine")
+        body = wire.without_handles(request.body) if request.method == "POST" else None
+        call = EngineCall(
+            engine.url + request.path, body, self._engine_headers(headers, None), self.config.decode_timeout_s
+        )
+        try:
+            stream = await self.client.open(call)
+        except EngineFailure as failure:
+            return _error(502, failure.message, code="decode_failed")
+        return _PassedReply(stream)
 
     async def end_conversation(self, conversation: str) -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
-        raise NotImplementedError
+        await self._release_now(self.ledger.forget(conversation))
+
+    async def flush(self) -> None:
+        """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Turns that are
+        running now are not covered: pause them first."""
+        await self._release_now(self.ledger.flush())
+
+    async def settled(self) -> None:
+        """Returns when the releases that this event loop has begun are done."""
+        loop = asyncio.get_running_loop()
+        while tasks := [task for task in self._background if task.get_loop() is loop]:
+            await asyncio.wait(tasks)
 
     async def aclose(self) -> None:
         """Releases every handle and closes the connections."""
-        raise NotImplementedError
+        if self._fleet is not None:
+            await self.flush()
+            await self.settled()
+        await self.client.aclose()
+
+    # --- releases
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _release_all(self, dropped: Iterable[Held]) -> None:
+        for release in self._releases(dropped):
+            self._spawn(self._release(release))
+
+    async def _release_now(self, dropped: Iterable[Held]) -> None:
+        await asyncio.gather(*(self._release(release) for release in self._releases(dropped)))
+
+    def _releases(self, dropped: Iterable[Held]) -> list[Release]:
+        dropped = tuple(dropped)
+        via = self.fleet.pick(Role.PREFILL) if dropped else None
+        return [Release(held.handle.params, via) for held in dropped] if via else []
+
+    async def _release(self, release: Release) -> None:
+        url = f"{release.via.url}{wire.Endpoint.COMPLETIONS}"
+        call = EngineCall(url, wire.release_body(release.params), timeout_s=_RELEASE_TIMEOUT_S)
+        try:
+            answer = await self.client.call(call)
+        except EngineFailure as failure:
+            self.fleet.count_release(failed=True)
+            log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", failure.message)
+            return
+        # The request is made to be rejected; that is what makes the engine notify the holder of the blocks.
+        failed = answer.status not in (400, 404)
+        self.fleet.count_release(failed=failed)
+        if failed:
+            log.warning(
+                "%s answered %d to a release; the blocks stay pinned until their TTL", release.via, answer.status
+            )
+
+    # --- what a run performs
+
+    def perform(self, action: Action, scope: ConversationScope | None) -> None:
+        """Everything but the client's answer."""
+        match action:
+            case Release():
+                self._spawn(self._release(action))
+            case GiveBack(key, taken):
+                self._release_all(self.ledger.give_back(key, taken))
+            case Lost(key, taken, reason):
+                self.ledger.lost(key, taken, reason)
+            case Settle(key, taken, branch):
+                self._release_all(self.ledger.settle(key, taken, branch, self.clock()))
+            case DropEngine(decode, engine_id):
+                dropped = self.ledger.drop_engine(decode, engine_id)
+                log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
+            case Record(report):
+                self.fleet.count(report)
+                if scope is not None:
+                    scope.record(report)
+                if self._on_report is not None:
+                    self._on_report(report)
+            case Respond() | Send():
+                raise AssertionError("the client's answer is the run's own")
+            case _:
+                assert_never(action)
+
+    def usable(self, held: Held) -> Reason | None:
+        """Why a handle on file cannot be used any more."""
+        return None if self.fleet.made_by_current(held.decode, held.handle.engine_id) else Reason.ENGINE_CHANGED
+
+
+class _Run:
+    """One turn being driven; also the reply that its client reads."""
+
+    def __init__(self, router: Router, turn: Turn, scope: ConversationScope | None, headers: Mapping[str, str]) -> None:
+        self.status = 0
+        self.headers: Headers = ()
+        self._router = router
+        self._turn = turn
+        self._scope = scope
+        self._engine_headers = headers
+        self._state: State | Done
+        self._out: deque[bytes] = deque()
+        self._stream: EngineStream | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._decoding: Engine | None = None
+        self._calls = 0
+
+    async def start(self) -> Reply:
+        """Drives the turn until its reply has a head."""
+        self._state, actions = self._turn.begin(self._router.clock())
+        try:
+            self._perform(actions)
+            while not self.status:
+                await self._advance()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                while self._out:
+                    yield self._out.popleft()
+                if isinstance(self._state, Done):
+                    return
+                await self._advance()
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends the turn wherever it is; the engines notice at once."""
+        state = self._state
+        self._state = Done()
+        if not isinstance(state, Done):
+            self._perform(state.abandon(self._router.clock()))
+        await self._close_stream(drain=isinstance(state, Done))
+
+    async def _advance(self) -> None:
+        state = self._state
+        if isinstance(state, Done):
+            raise AssertionError("a turn ended without an answer")
+        event = await self._meet(state.need)
+        if self._state is not state:
+            return
+        self._state, actions = state.next(event, self._router.clock())
+        self._perform(actions)
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Respond(status, headers):
+                    self.status, self.headers = status, headers
+                case Send(data):
+                    self._out.append(data)
+                case _:
+                    self._router.perform(action, self._scope)
+
+    async def _meet(self, need: Need) -> Event:
+        match need:
+            case Take(key, chain):
+                return Took(self._router.ledger.take(key, chain, self._router.clock(), self._router.usable))
+            case Call(_, engine, path, body, timeout_s):
+                call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
+                self._router.fleet.begin(engine)
+                try:
+                    answer = await self._router.client.call(call)
+                except EngineFailure as failure:
+                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                finally:
+                    self._router.fleet.end(engine)
+                return Answered(answer.status, answer.headers, answer.body)
+            case Open(engine, path, body, timeout_s):
+                await self._close_stream(drain=False)
+                call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
+                self._router.fleet.begin(engine)
+                self._decoding = engine
+                try:
+                    self._stream = await self._router.client.open(call)
+                except EngineFailure as failure:
+                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                self._chunks = aiter(self._stream)
+                return Opened(self._stream.status, self._stream.headers)
+            case Read():
+                return await self._read()
+            case _:
+                assert_never(need)
+
+    async def _read(self) -> Event:
+        if self._chunks is None:
+            raise AssertionError("read before open")
+        try:
+            return Chunk(await anext(self._chunks))
+        except StopAsyncIteration:
+            return Ended()
+        except EngineFailure as failure:
+            return Failed(failure.kind, f"{self._decoding}: {failure.message}")
+
+    def _next_headers(self) -> dict[str, str]:
+        """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""
+        self._calls += 1
+        headers = dict(self._engine_headers)
+        headers["x-request-id"] += f"-{self._calls}"
+        return headers
+
+    async def _close_stream(self, *, drain: bool) -> None:
+        stream, self._stream = self._stream, None
+        engine, self._decoding = self._decoding, None
+        if engine is not None:
+            self._router.fleet.end(engine)
+        if stream is None:
+            return
+        if drain and self._chunks is not None:
+            # Only the framing's end is left; with it read, the connection can serve the next turn.
+            await _read_to_end(self._chunks)
+        await stream.aclose()
+
+
+async def _read_to_end(chunks: AsyncIterator[bytes], wait_s: float = 0.05) -> None:
+    async def rest() -> None:
+        async for _ in chunks:
+            pass
+
+    try:
+        await asyncio.wait_for(rest(), wait_s)
+    except (TimeoutError, EngineFailure):
+        log.debug("an engine kept its stream open after the end of its answer")
+
+
+class _PassedReply:
+    """An engine's answer as it is, without handles."""
+
+    def __init__(self, stream: EngineStream) -> None:
+        self._stream = stream
+        self.status = stream.status
+        self._type = stream.headers.get("content-type", "")
+        self.headers: Headers = [
+            (name, stream.headers[name]) for name in ("content-type", "retry-after") if name in stream.headers
+        ]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            if self._type.startswith("text/event-stream"):
+                splitter = EventSplitter()
+                async for chunk in self._stream:
+                    for event in splitter.feed(chunk):
+                        yield self._clean(event)
+                yield splitter.rest()
+            else:
+                body = b"".join([chunk async for chunk in self._stream])
+                yield wire.without_handles(body) if self._type.startswith("application/json") else body
+        finally:
+            await self._stream.aclose()
+
+    @staticmethod
+    def _clean(event: bytes) -> bytes:
+        data = data_of(event)
+        if data is None or not any(key.encode() in event for key in wire.FORBIDDEN):
+            return event
+        fields = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
+        return b"\n".join([*fields, b"data: " + wire.without_handles(data)]) + b"\n\n"
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+__all__ = ["Reply", "Request", "Router", "WholeReply"]

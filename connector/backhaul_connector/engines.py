@@ -1,0 +1,253 @@
+"""Running engines: started together, watched, and ended so that no process is left."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from . import interpreter, models, supervise
+from .command import HOST, Device, EngineCommand, EnginesConfig, LaunchError, Role, plan, split_cores
+
+GRACE_S = 10.0
+"""An engine that was asked to end has this long before it is killed."""
+LOG_TAIL_LINES = 25
+
+
+def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The end of an engine's log."""
+    with contextlib.suppress(FileNotFoundError):
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    return ""
+
+
+class Engine:
+    """One engine of a set, in its own process tree below a supervisor (see `supervise`)."""
+
+    def __init__(self, command: EngineCommand, log: Path, cores: list[int] | None) -> None:
+        self.command = command
+        self.log = log
+        self._cores = cores
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self.asked_to_end = True
+        """False while the engine is meant to run."""
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.name} {self.url} {'running' if self.running else 'ended'}>"
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+    @property
+    def role(self) -> Role:
+        return self.command.role
+
+    @property
+    def url(self) -> str:
+        return self.command.url
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine's processes are there; says nothing about its health."""
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    @property
+    def healthy(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self.command.ports.http, timeout=2.0)
+        with contextlib.closing(connection):
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+            except (OSError, http.client.HTTPException):
+                return False
+
+    def pids(self) -> list[int]:
+        """The engine's processes, API server first."""
+        return supervise.descendants(self._supervisor.pid) if self._supervisor and self.running else []
+
+    def start(self) -> None:
+        """Starts the processes, for the first time or again on the same ports; `Engines.wait_healthy` says when they
+        serve."""
+        if self.running:
+            raise LaunchError(f"{self.name} is running already")
+        self.asked_to_end = False
+        with self.log.open("a") as log:
+            log.write(f"$ {self.command.shell()}\n")
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", supervise.__file__, str(self.log), str(GRACE_S), *self.command.argv],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **self.command.env},
+            start_new_session=True,
+        )
+
+    def check(self) -> None:
+        """Raises `LaunchError` with the log's tail if the engine has ended of itself."""
+        if self._supervisor is None or self.running or self.asked_to_end:
+            return
+        status = self._supervisor.returncode
+        raise LaunchError(
+            f"{self.name} ended with status {status}; its log is {self.log}, and ends with:\n{tail(self.log)}"
+        )
+
+    def settle(self) -> None:
+        """Moves a CPU engine's workers to the engine's own cores, once it is healthy.
+
+        vLLM's NIXL connector pins every CPU worker to the last core of its NUMA node, so that all engines of a machine
+        would compute on one core (0.32, nixl/base_worker.py).
+        """
+        if self._cores is None:
+            return
+        server, *others = self.pids()
+        unpinned = os.sched_getaffinity(server)
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                if os.sched_getaffinity(pid) == unpinned:
+                    continue
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), self._cores)
+
+    def ask_to_end(self) -> None:
+        """Begins to end the engine; `join` waits for it."""
+        self.asked_to_end = True
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._supervisor.stdin.close()
+
+    def join(self) -> None:
+        """Returns when no process is left."""
+        if self._supervisor is not None:
+            self._supervisor.wait()
+
+    def stop(self) -> None:
+        """Ends the engine as an operator would."""
+        self.ask_to_end()
+        self.join()
+
+    def kill(self) -> None:
+        """Ends the engine as a crash would: SIGKILL for all of its processes."""
+        self.asked_to_end = True
+        if self._supervisor is not None and self._supervisor.stdin is not None and self.running:
+            with contextlib.suppress(BrokenPipeError):
+                self._supervisor.stdin.write(supervise.KILL)
+                self._supervisor.stdin.close()
+        self.join()
+
+
+class Engines:
+    """A set of prefill and decode engines of one model, for as long as the `with` block lasts.
+
+    Entering builds the model if need be, starts the engines and returns when all of them are healthy. Leaving ends
+    them, and so does the death of this process, by whatever signal. Raises `LaunchError`, then with nothing running.
+    """
+
+    def __init__(self, config: EnginesConfig, *, report: Callable[[str], None] = lambda _: None) -> None:
+        self.config = config
+        self._report = report
+        self._python = interpreter.find(config.python)
+        self._device = config.device or self._python.device
+        self.prefill: tuple[Engine, ...] = ()
+        self.decode: tuple[Engine, ...] = ()
+
+    @property
+    def all(self) -> tuple[Engine, ...]:
+        return self.prefill + self.decode
+
+    @property
+    def model(self) -> str:
+        """The name that requests use."""
+        return self.config.model
+
+    def commands(self, model: str) -> tuple[EngineCommand, ...]:
+        """What would be run to serve `model`, with ports that are free now."""
+        cpu = self._device is Device.CPU
+        return plan(
+            self.config,
+            python=self._python.path,
+            device=self._device,
+            model=model,
+            cores=sorted(os.sched_getaffinity(0)),
+            gpus=None if cpu else interpreter.visible_gpus(),
+        )
+
+    def __enter__(self) -> Self:
+        if not self._python.plugin:
+            self._report(
+                f"note: {self._python.path} has no Backhaul, so vLLM {self._python.vllm} may hide the handle in streams: "
+                "install it there too"
+            )
+        try:
+            model = models.resolve(self.config.model, self._python.path, self._report)
+        except models.ModelError as error:
+            raise LaunchError(str(error)) from error
+        commands = self.commands(model)
+        logs = Path(tempfile.mkdtemp(prefix="backhaul-"))
+        self._report(f"vLLM {self._python.vllm} on {self._device}, logs in {logs}")
+        cores = split_cores(sorted(os.sched_getaffinity(0)), len(commands)) if self._device is Device.CPU else None
+        engines = [
+            Engine(command, logs / f"{command.name}.log", cores[place] if cores else None)
+            for place, command in enumerate(commands)
+        ]
+        self.prefill = tuple(engine for engine in engines if engine.role is Role.PREFILL)
+        self.decode = tuple(engine for engine in engines if engine.role is Role.DECODE)
+        try:
+            for engine in engines:
+                self._report(f"{engine.name}: starting on {engine.url}")
+                engine.start()
+            self.wait_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def wait_healthy(self) -> None:
+        """Returns when every engine that runs is healthy. Raises `LaunchError` if one ends or takes too long."""
+        begin = time.monotonic()
+        waiting = [engine for engine in self.all if not engine.asked_to_end]
+        last_word = begin
+        while waiting:
+            for engine in list(waiting):
+                engine.check()
+                if engine.healthy:
+                    engine.settle()
+                    waiting.remove(engine)
+                    self._report(f"{engine.name}: healthy after {time.monotonic() - begin:.0f} s")
+            now = time.monotonic()
+            if waiting and now - begin > self.config.start_timeout_s:
+                engine = waiting[0]
+                raise LaunchError(
+                    f"{engine.name} was not healthy after {now - begin:.0f} s; its log is {engine.log}, and ends with:\n"
+                    + tail(engine.log)
+                )
+            if waiting and now - last_word > 15:
+                last_word = now
+                self._report(f"waiting for {', '.join(engine.name for engine in waiting)} ({now - begin:.0f} s)")
+            time.sleep(0.25)
+
+    def watch(self) -> NoReturn:
+        """Waits until an engine ends of itself, and raises `LaunchError` then."""
+        while True:
+            for engine in self.all:
+                engine.check()
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """Ends all engines and returns when no process is left."""
+        for engine in self.all:
+            engine.ask_to_end()
+        for engine in self.all:
+            engine.join()

@@ -1,0 +1,136 @@
+"""One loopback engine, listening: `async with LoopbackEngine(role="decode") as engine: engine.url`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from aiohttp import web
+
+from .clock import Clock, RealClock
+from .config import EngineConfig, Faults, Received, Role
+from .core import EngineCore
+from .server import Server
+from .side_channel import SideChannel
+
+_REMEMBERED = 10_000
+
+
+class LoopbackEngine:
+    """A vLLM 0.32 engine without a model: same wire protocol, same KV transfers, same traps, no accelerator.
+
+    Takes `EngineConfig`'s fields as keywords. `faults` makes it fail, `received` remembers the last requests,
+    `restart()` comes back on the same ports with a new engine id and empty memory.
+    """
+
+    def __init__(self, role: Role = "decode", *, clock: Clock | None = None, **settings: Any) -> None:
+        self.config = EngineConfig(role=role, **settings)
+        self.clock = clock or RealClock()
+        self.faults = Faults()
+        self.received: deque[Received] = deque(maxlen=_REMEMBERED)
+        self.core = EngineCore(self.config, self.clock, self.faults)
+        self._runner: web.AppRunner | None = None
+        self._side_channel: SideChannel | None = None
+
+    def __repr__(self) -> str:
+        where = self.url if self.config.port else "not started"
+        return f"<LoopbackEngine {self.config.role} {where} {self.core.pool!r} {len(self.core.leases)} leases>"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.config.host}:{self.config.port}"
+
+    @property
+    def model(self) -> str:
+        return self.config.model
+
+    @property
+    def engine_id(self) -> str:
+        return self.core.engine_id
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that leases hold right now."""
+        self.core.reap()
+        return self.core.leases.pinned_blocks
+
+    @property
+    def usage(self) -> float:
+        """What `vllm:kv_cache_usage_perc` says."""
+        self.core.reap()
+        return self.core.pool.usage
+
+    def requests_to(self, path: str) -> list[Received]:
+        return [request for request in self.received if request.path == path]
+
+    def forget_lease(self, request_id: str | None = None) -> None:
+        """Frees the lease that a request left (all for `None`) without anyone having been told."""
+        self.core.forget_lease(request_id)
+
+    async def start(self) -> None:
+        """Listens. The ports that were found are kept for later starts."""
+        side_channel = SideChannel(self.core, self.config.host, self.config.side_channel_port)
+        await side_channel.start()
+        self._side_channel = side_channel
+        self.core.side_channel_port = side_channel.port
+        app = Server(self.core, self.faults, self.received).app()
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.config.host, self.config.port, reuse_address=True)
+        await site.start()
+        port = self._runner.addresses[0][1]
+        self.config = replace(self.config, port=port, side_channel_port=side_channel.port)
+
+    async def stop(self) -> None:
+        """Ends like a killed process: requests break off, connections to it are refused, its memory is gone."""
+        if self._side_channel is not None:
+            await self._side_channel.stop()
+            self._side_channel = None
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        await self.core.aclose()
+
+    async def restart(self) -> None:
+        """A new process on the same ports: new engine id, no blocks, no leases, counters at zero."""
+        await self.stop()
+        self.core = EngineCore(self.config, self.clock, self.faults)
+        await self.start()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+
+@dataclass(frozen=True)
+class LoopbackPair:
+    """One P and one D that serve the same model."""
+
+    prefill: LoopbackEngine
+    decode: LoopbackEngine
+
+    @property
+    def model(self) -> str:
+        return self.prefill.model
+
+
+@contextlib.asynccontextmanager
+async def loopback_pair(
+    *,
+    clock: Clock | None = None,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[LoopbackPair]:
+    """Starts a P and a D. `settings` go to both, `prefill` and `decode` to one of them."""
+    async with (
+        LoopbackEngine("prefill", clock=clock, **settings | (prefill or {})) as p,
+        LoopbackEngine("decode", clock=clock, **settings | (decode or {})) as d,
+    ):
+        yield LoopbackPair(p, d)

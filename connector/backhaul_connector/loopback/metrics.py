@@ -1,0 +1,131 @@
+"""The engine's counters, in the Prometheus text that vLLM serves under `/metrics`.
+
+Names and labels are those of `v1/metrics/loggers.py` and of the NIXL connector's `stats.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+BYTES_PER_TOKEN = 2048
+"""What one token's KV counts as in `nixl_bytes_transferred`."""
+
+
+@dataclass
+class Metrics:
+    """Counted since the engine's start. Field names are vLLM's metric names without `vllm:` and `_total`."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_requests_deferred: int = 0
+    """Of those waiting: how many wait for a read."""
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    """Counted when the blocks are allocated, before the read succeeds."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    local_compute: int = 0
+    local_cache_hit: int = 0
+    external_kv_transfer: int = 0
+    nixl_num_failed_transfers: int = 0
+    nixl_num_failed_notifications: int = 0
+    nixl_num_kv_expired_reqs: int = 0
+    nixl_num_notifications_after_expiry: int = 0
+    transfers: int = 0
+    transferred_tokens: int = 0
+    transfer_seconds: float = 0.0
+    time_to_first_token_sum: float = 0.0
+    time_to_first_token_count: int = 0
+    request_success: Counter[str] = field(default_factory=Counter)
+
+    def exposition(
+        self,
+        *,
+        model: str,
+        usage: float,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        plugin: bool,
+    ) -> str:
+        page = _Page(model)
+        page.gauge("num_requests_running", self.num_requests_running)
+        page.gauge("num_requests_waiting", self.num_requests_waiting)
+        reasons = {
+            "capacity": self.num_requests_waiting - self.num_requests_deferred,
+            "deferred": self.num_requests_deferred,
+        }
+        page.family("num_requests_waiting_by_reason", "gauge", "reason", reasons)
+        page.family(
+            "engine_sleep_state", "gauge", "sleep_state", {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+        )
+        page.gauge("kv_cache_usage_perc", usage)
+        for name in (
+            "prefix_cache_queries",
+            "prefix_cache_hits",
+            "external_prefix_cache_queries",
+            "external_prefix_cache_hits",
+            "prompt_tokens",
+            "generation_tokens",
+            "nixl_num_failed_transfers",
+            "nixl_num_failed_notifications",
+            "nixl_num_kv_expired_reqs",
+            "nixl_num_notifications_after_expiry",
+        ):
+            page.counter(name, getattr(self, name))
+        page.counter("num_preemptions", 0)
+        cached = self.local_cache_hit + self.external_kv_transfer
+        page.counter("prompt_tokens_cached", cached)
+        sources = {
+            "local_compute": self.local_compute,
+            "local_cache_hit": self.local_cache_hit,
+            "external_kv_transfer": self.external_kv_transfer,
+        }
+        page.family("prompt_tokens_by_source_total", "counter", "source", sources)
+        tiers = {"device": self.local_cache_hit, "p2p": self.external_kv_transfer}
+        page.family("prompt_tokens_cached_by_source_total", "counter", "source", tiers)
+        outcomes = {reason: self.request_success[reason] for reason in ("stop", "length", "abort", "error")}
+        page.family("request_success_total", "counter", "finished_reason", outcomes)
+        page.histogram("nixl_bytes_transferred", self.transferred_tokens * BYTES_PER_TOKEN, self.transfers)
+        page.histogram("nixl_xfer_time_seconds", self.transfer_seconds, self.transfers)
+        page.histogram("time_to_first_token_seconds", self.time_to_first_token_sum, self.time_to_first_token_count)
+        page.raw(
+            "# TYPE vllm:cache_config_info gauge\n"
+            f'vllm:cache_config_info{{block_size="{block_size}",enable_prefix_caching="{prefix_caching}",engine="0",'
+            f'num_gpu_blocks="{num_blocks}"}} 1.0\n'
+        )
+        if plugin:
+            page.raw('# TYPE backhaul_plugin_info gauge\nbackhaul_plugin_info{version="1"} 1.0\n')
+        return page.text
+
+
+class _Page:
+    def __init__(self, model: str) -> None:
+        name = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        self._labels = f'engine="0",model_name="{name}"'
+        self.text = ""
+
+    def raw(self, text: str) -> None:
+        self.text += text
+
+    def gauge(self, name: str, value: float) -> None:
+        self.raw(f"# TYPE vllm:{name} gauge\nvllm:{name}{{{self._labels}}} {float(value)!r}\n")
+
+    def counter(self, name: str, value: float) -> None:
+        self.raw(f"# TYPE vllm:{name}_total counter\nvllm:{name}_total{{{self._labels}}} {float(value)!r}\n")
+
+    def family(self, name: str, kind: str, label: str, values: dict[str, int]) -> None:
+        self.raw(f"# TYPE vllm:{name} {kind}\n")
+        for key, value in values.items():
+            self.raw(f'vllm:{name}{{{self._labels},{label}="{key}"}} {float(value)!r}\n')
+
+    def histogram(self, name: str, total: float, count: int) -> None:
+        self.raw(
+            f"# TYPE vllm:{name} histogram\n"
+            f'vllm:{name}_bucket{{{self._labels},le="+Inf"}} {float(count)!r}\n'
+            f"vllm:{name}_sum{{{self._labels}}} {float(total)!r}\n"
+            f"vllm:{name}_count{{{self._labels}}} {float(count)!r}\n"
+        )

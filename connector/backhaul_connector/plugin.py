@@ -1,0 +1,251 @@
+"""A vLLM plugin that puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
+
+vLLM loads it in each of its processes through the entry point group `vllm.general_plugins`. Only an API server imports
+the two modules that are changed here, so nothing happens in an engine core or a worker.
+
+A streamed answer to a request that has `kv_transfer_params` (`{}` too), one prompt and one choice ends with an event
+whose choice has a `finish_reason`. That event, and no other, gains
+
+    "kv_transfer_params": {<the handle, if D kept the blocks>, "backhaul": {"version": 1, "token_ids": [...]}}
+
+with the ids of the whole answer. vLLM 0.33 puts the handle there itself; then only `backhaul` is added. Whatever the
+installed vLLM turns out to be, a stream is never broken by this: what does not look as expected is left alone, and a
+warning says so. `/metrics` has `backhaul_plugin_info` where both endpoints carry handles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import inspect
+import logging
+import re
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+"""Of what is put under `kv_transfer_params.backhaul`."""
+KNOWN_VLLM = ((0, 32), (0, 33))
+
+logger = logging.getLogger("vllm.backhaul_connector.plugin")  # below "vllm", whose handlers show it in the engine's log
+
+
+@dataclass(frozen=True)
+class Target:
+    """A generator of server-sent events in vLLM's API server."""
+
+    module: str
+    owner: str
+    method: str
+    parameters: tuple[str, ...]
+    """Names that it must have."""
+
+
+TARGETS = (
+    Target(
+        "vllm.entrypoints.openai.chat_completion.serving",
+        "OpenAIServingChat",
+        "chat_completion_stream_generator",
+        ("self", "request", "result_generator"),
+    ),
+    Target(
+        "vllm.entrypoints.openai.completion.serving",
+        "OpenAIServingCompletion",
+        "completion_stream_generator",
+        ("self", "request", "result_generator", "num_prompts"),
+    ),
+)
+
+
+def register() -> None:
+    """The entry point. May be called several times in a process; raises nothing, since vLLM would end with it."""
+    try:
+        installed = str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+        if not known(installed):
+            logger.warning("Backhaul does not know vLLM %s: streams are left as they are", installed)
+            return
+        for target in TARGETS:
+            if target.module in sys.modules:
+                patch(sys.modules[target.module], target)
+        if not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _PatchOnImport())
+    except Exception:
+        logger.exception("Backhaul's plugin could not be set up: streams are left as they are")
+
+
+def known(version: str) -> bool:
+    """Whether this is a vLLM whose streams were looked at: 0.32 or 0.33."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) in KNOWN_VLLM
+
+
+class _PatchOnImport(importlib.abc.MetaPathFinder):
+    """Changes the targets when, and only in processes where, they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        wanted = next((t for t in TARGETS if t.module == fullname), None)
+        if wanted is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            try:
+                patch(module, wanted)
+            except Exception:
+                logger.exception("Backhaul could not change %s: its streams are left as they are", fullname)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_patched: set[str] = set()
+
+
+def patch(module: ModuleType, target: Target) -> bool:
+    """Wraps the target's generator. Returns False, with a warning logged, where its shape is not the known one."""
+    owner = getattr(module, target.owner, None)
+    original = getattr(owner, target.method, None)
+    if hasattr(original, "backhaul_version"):
+        return True
+    if not inspect.isasyncgenfunction(original):
+        logger.warning("Backhaul: %s has no async generator %s: left as it is", target.owner, target.method)
+        return False
+    missing = [name for name in target.parameters if name not in inspect.signature(original).parameters]
+    if missing:
+        logger.warning("Backhaul: %s takes no %s: left as it is", target.method, ", ".join(missing))
+        return False
+    setattr(owner, target.method, wrap(original))
+    _patched.add(target.method)
+    if _patched == {t.method for t in TARGETS}:
+        _publish()
+    return True
+
+
+def _publish() -> None:
+    """Adds the gauge to the registry that vLLM's /metrics serves: the default one, or with several API servers the
+    files that all of them write, for which prometheus_client needs a rule to make one sample of several."""
+    from prometheus_client import Gauge
+
+    Gauge(
+        "backhaul_plugin_info",
+        "Version of what Backhaul adds to the last event of a stream.",
+        ["version"],
+        multiprocess_mode="max",
+    ).labels(version=str(VERSION)).set(1)
+
+
+def wrap(original: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., AsyncGenerator[str, None]]:
+    """The same generator, except for the last event of the requests that this is for."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generator(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        with _harmless():
+            call = signature.bind(*args, **kwargs)
+            if _is_for(call.arguments):
+                answer = Answer()
+                call.arguments["result_generator"] = _tap(call.arguments["result_generator"], answer)
+                return _with_handle(original(*call.args, **call.kwargs), answer)
+        return original(*args, **kwargs)
+
+    generator.backhaul_version = VERSION  # type: ignore[attr-defined]
+    return generator
+
+
+def _is_for(arguments: dict[str, Any]) -> bool:
+    request = arguments["request"]
+    return (
+        request.kv_transfer_params is not None
+        and request.n in (None, 1)
+        and not getattr(request, "use_beam_search", False)
+        and arguments.get("num_prompts", 1) == 1
+    )
+
+
+@dataclass
+class Answer:
+    """What the engine has said about one request so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    handle: dict[str, Any] | None = None
+    finished: bool = False
+    whole: bool = True
+    """False once an output could not be understood: ids with a gap are worse than none."""
+
+    def note(self, output: Any) -> None:
+        """Takes one of vLLM's RequestOutputs, whose token ids are those since the one before."""
+        whole, self.whole = self.whole, False
+        self.handle = output.kv_transfer_params or self.handle
+        for choice in output.outputs:
+            if choice.index == 0:
+                self.token_ids.extend(choice.token_ids)
+                self.finished = self.finished or choice.finish_reason is not None
+        self.whole = whole
+
+
+async def _tap(outputs: AsyncIterator[Any], answer: Answer) -> AsyncIterator[Any]:
+    async for item in outputs:
+        with _harmless():
+            answer.note(item[1] if isinstance(item, tuple) else item)
+        yield item
+
+
+async def _with_handle(events: AsyncGenerator[str, None], answer: Answer) -> AsyncGenerator[str, None]:
+    added = False
+    async with contextlib.aclosing(events):
+        async for event in events:
+            changed = None
+            if answer.finished and answer.whole and not added:
+                with _harmless():
+                    changed = add_handle(event, answer)
+            added = added or changed is not None
+            yield event if changed is None else changed
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+def add_handle(event: str, answer: Answer) -> str | None:
+    """The event with handle and ids, if it is the one that ends the choice; all other bytes are kept."""
+    data = event.removeprefix("data: ")
+    if not data.startswith("{"):
+        return None
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    choices = msgspec.json.decode(fields.get("choices", b"[]"), type=list[_Choice])
+    if len(choices) != 1 or choices[0].finish_reason is None:
+        return None
+    theirs = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
+    ours = {"version": VERSION, "token_ids": answer.token_ids}
+    fields["kv_transfer_params"] = msgspec.Raw(
+        msgspec.json.encode({**(theirs or answer.handle or {}), "backhaul": ours})
+    )
+    return f"data: {msgspec.json.encode(fields).decode()}\n\n"
+
+
+_complained = False
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """Logs an error of ours and goes on without; only the first one, as the same would happen on every stream."""
+    global _complained
+    try:
+        yield
+    except Exception:
+        if not _complained:
+            _complained = True
+            logger.exception("Backhaul cannot add the handle to a stream: it is passed on as it is")

@@ -1,0 +1,277 @@
+"""The map from conversation to handles.
+
+Invariants, whatever the interleaving of turns:
+- a handle leaves the ledger by `take` and is in nobody else's hands until it is given back: it is used at most once;
+- every handle that the ledger drops (superseded, expired, evicted, ended, flushed) is returned, to be released;
+- a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations, none of
+  them silent for longer than `max_idle_s`.
+
+Methods neither block nor await, and hold a lock, so that several event loops may share one ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from . import digests
+from .report import Reason
+from .wire import Handle
+
+_numbers = itertools.count(1)
+
+
+class Key(NamedTuple):
+    """What a conversation's state is filed under; nothing crosses any part of it."""
+
+    tenant: str
+    model: str
+    cache_salt: str
+    conversation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A handle in the ledger, with what the router knows of it."""
+
+    handle: Handle
+    decode: str
+    """The decode engine that holds the blocks."""
+    deadline: float
+    """When the router stops using it: an own clock, below the engine's TTL."""
+    tokens: int
+    """Leading tokens of the branch's record whose KV the engine holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One history of a conversation, as its last turn left it."""
+
+    chain: bytes
+    """Digests of the messages that the last turn was asked with, without its answer."""
+    blocks: bytes
+    """Digests of the tokens that D ran, prompt and answer, in whole blocks. Empty when the ids are not known."""
+    block_size: int
+    tokens: int
+    """Tokens that D holds or held in its cache: prompt and answer."""
+    message_bytes: int
+    """Bytes of those messages, to estimate tokens from."""
+    decode: str
+    prefill: str | None
+    held: Held | None
+    missing: Reason | None = None
+    """Why `held` is `None`."""
+    number: int = field(default_factory=_numbers.__next__)
+    """Tells branches apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What `take` found: the branch that shares the longest history, its handle if it can be used, else why not."""
+
+    generation: int = 0
+    """Tells this conversation from a later one under the same key."""
+    turn: int = 1
+    """Counts the conversation's turns as they begin."""
+    branch: Branch | None = None
+    held: Held | None = None
+    reason: Reason | None = None
+    common: int = 0
+    """Leading messages that the request shares with the branch's record."""
+    drop: tuple[Held, ...] = ()
+    """To be released."""
+
+    @property
+    def diverged_at(self) -> int | None:
+        """Index of the first message that differs from those on record."""
+        if self.branch is None or self.common >= digests.count(self.branch.chain):
+            return None
+        return self.common
+
+
+class _Conversation:
+    __slots__ = ("branches", "generation", "seen", "turns")
+
+    def __init__(self, generation: int) -> None:
+        self.branches: list[Branch] = []
+        self.generation = generation
+        self.seen = 0.0
+        self.turns = 0
+
+
+class MemoryLedger:
+    """A ledger in this process."""
+
+    def __init__(self, *, max_conversations: int = 10_000, max_branches: int = 8, max_idle_s: float = 3600.0) -> None:
+        self._max_conversations = max_conversations
+        self._max_branches = max_branches
+        self._max_idle_s = max_idle_s
+        self._conversations: OrderedDict[Key, _Conversation] = OrderedDict()
+        self._keys: dict[tuple[str, str], set[Key]] = {}
+        self._deadlines: list[tuple[float, int, Key, str]] = []
+        self._generations = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __repr__(self) -> str:
+        return f"<MemoryLedger {len(self)} conversations, {len(self.handles())} handles>"
+
+    def handles(self) -> tuple[Held, ...]:
+        """Every handle on file."""
+        with self._lock:
+            return tuple(held for c in self._conversations.values() for held in _handles(c.branches))
+
+    def take(self, key: Key, chain: bytes, now: float, usable: Callable[[Held], Reason | None]) -> Taken:
+        """The branch of `key` with the longest common history, and its handle, then in the caller's hands alone.
+
+        `usable` says why a handle cannot be used (its engine restarted), or `None`. The caller ends with `settle`,
+        `give_back` or `lost`.
+        """
+        with self._lock:
+            conversation, evicted = self._open(key, now)
+            conversation.turns += 1
+            generation, turn = conversation.generation, conversation.turns
+            if not conversation.branches:
+                return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted)
+            shared = [digests.common(chain, branch.chain) for branch in conversation.branches]
+            best = max(range(len(shared)), key=lambda i: (shared[i], conversation.branches[i].held is not None, i))
+            branch = conversation.branches[best]
+            if branch.held is None:
+                reason = branch.missing or Reason.NO_HANDLE
+                return Taken(generation, turn, branch, None, reason, shared[best], evicted)
+            unusable = Reason.EXPIRED if now >= branch.held.deadline else usable(branch.held)
+            conversation.branches[best] = dataclasses.replace(branch, held=None, missing=unusable or Reason.IN_USE)
+            if unusable is not None:
+                return Taken(generation, turn, branch, None, unusable, shared[best], (*evicted, branch.held))
+            return Taken(generation, turn, branch, branch.held, None, shared[best], evicted)
+
+    def give_back(self, key: Key, taken: Taken) -> tuple[Held, ...]:
+        """Puts back a handle that was not read. Returns it, to be released, when its branch is gone by now."""
+        if taken.held is None:
+            return ()
+        with self._lock:
+            if self._replace(key, taken, held=taken.held, missing=None):
+                return ()
+            return (taken.held,)
+
+    def lost(self, key: Key, taken: Taken, reason: Reason) -> None:
+        """Notes that the handle taken was used up by a turn that left no other."""
+        with self._lock:
+            self._replace(key, taken, held=None, missing=reason)
+
+    def settle(self, key: Key, taken: Taken, branch: Branch, now: float) -> tuple[Held, ...]:
+        """Files what a turn left. Returns the handles to release: those that this one supersedes or pushes out, and its
+        own when the conversation has ended meanwhile.
+
+        A history that shares its first message with a branch replaces it, as an extension, a retry or an edit does. One
+        that shares nothing is another agent's under the same id, and stands beside it."""
+        with self._lock:
+            conversation = self._conversations.get(key)
+            if conversation is None or conversation.generation != taken.generation:
+                return _handles([branch])
+            conversation.seen = now
+            drop: tuple[Held, ...] = ()
+            index = self._index(conversation, taken.branch)
+            if index is not None and taken.common:
+                drop = _handles([conversation.branches.pop(index)])
+            conversation.branches.append(branch)
+            if branch.held is not None:
+                request_id = branch.held.handle.request_id
+                heapq.heappush(self._deadlines, (branch.held.deadline, branch.number, key, request_id))
+            if len(conversation.branches) > self._max_branches:
+                drop += _handles([conversation.branches.pop(0)])
+            return drop
+
+    def forget(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
+        """Ends a conversation, under every model and salt. Returns the handles to release; a turn that is still running
+        finds its conversation gone when it settles, and releases what it leaves."""
+        with self._lock:
+            keys = tuple(self._keys.get((tenant, conversation), ()))
+            return tuple(held for key in keys for held in self._close(key))
+
+    def sweep(self, now: float) -> tuple[Held, ...]:
+        """Forgets silent conversations and drops handles past their deadline. Returns the handles to release."""
+        drop: tuple[Held, ...] = ()
+        with self._lock:
+            while self._conversations:
+                key, oldest = next(iter(self._conversations.items()))
+                if now - oldest.seen <= self._max_idle_s:
+                    break
+                drop += self._close(key)
+            while self._deadlines and self._deadlines[0][0] <= now:
+                _, _, key, request_id = heapq.heappop(self._deadlines)
+                drop += self._drop(key, lambda held: held.handle.request_id == request_id, Reason.EXPIRED)  # noqa: B023
+        return drop
+
+    def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
+        """Drops the handles that an earlier process of a decode engine made; there is nothing to release."""
+        return self._drop_everywhere(
+            lambda held: held.decode == decode and held.handle.engine_id == engine_id, Reason.ENGINE_CHANGED
+        )
+
+    def flush(self) -> tuple[Held, ...]:
+        """Drops every handle, as before a weight update; the histories stay. Returns the handles to release."""
+        return self._drop_everywhere(lambda held: True, Reason.FLUSHED)
+
+    def _drop_everywhere(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
+        with self._lock:
+            return tuple(held for key in self._conversations for held in self._drop(key, condition, reason))
+
+    def _drop(self, key: Key, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
+        dropped: list[Held] = []
+        conversation = self._conversations.get(key)
+        for index, branch in enumerate(conversation.branches if conversation else ()):
+            if conversation is not None and branch.held is not None and condition(branch.held):
+                conversation.branches[index] = dataclasses.replace(branch, held=None, missing=reason)
+                dropped.append(branch.held)
+        return tuple(dropped)
+
+    def _open(self, key: Key, now: float) -> tuple[_Conversation, tuple[Held, ...]]:
+        conversation = self._conversations.get(key)
+        evicted: tuple[Held, ...] = ()
+        if conversation is None:
+            conversation = self._conversations[key] = _Conversation(next(self._generations))
+            self._keys.setdefault((key.tenant, key.conversation), set()).add(key)
+            if len(self._conversations) > self._max_conversations:
+                evicted = self._close(next(iter(self._conversations)))
+        self._conversations.move_to_end(key)
+        conversation.seen = now
+        return conversation, evicted
+
+    def _close(self, key: Key) -> tuple[Held, ...]:
+        name = (key.tenant, key.conversation)
+        self._keys[name].discard(key)
+        if not self._keys[name]:
+            del self._keys[name]
+        return _handles(self._conversations.pop(key).branches)
+
+    def _replace(self, key: Key, taken: Taken, *, held: Held | None, missing: Reason | None) -> bool:
+        conversation = self._conversations.get(key)
+        if conversation is None or conversation.generation != taken.generation:
+            return False
+        index = self._index(conversation, taken.branch)
+        if index is None:
+            return False
+        conversation.branches[index] = dataclasses.replace(conversation.branches[index], held=held, missing=missing)
+        return True
+
+    @staticmethod
+    def _index(conversation: _Conversation, branch: Branch | None) -> int | None:
+        """A branch is the same one as long as its number is."""
+        if branch is not None:
+            for index, candidate in enumerate(conversation.branches):
+                if candidate.number == branch.number:
+                    return index
+        return None
+
+
+def _handles(branches: Iterable[Branch]) -> tuple[Held, ...]:
+    return tuple(branch.held for branch in branches if branch.held is not None)

@@ -1,0 +1,71 @@
+"""Asking engines what they are, before the first turn runs on them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from .engine_client import EngineAnswer, EngineCall, EngineClient, EngineFailure
+from .errors import ConfigError
+from .fleet import Engine, Role, block_size_of, check_version, has_plugin, read_models
+
+_TIMEOUT_S = 30.0
+
+
+class Unreachable(Exception):
+    """An engine does not answer; the message says how."""
+
+
+async def describe(client: EngineClient, url: str, role: Role) -> Engine:
+    """Asks one engine. Raises `Unreachable`, or `ConfigError` for one that answers and cannot be used."""
+    try:
+        version, models, metrics = await asyncio.gather(
+            *(
+                client.call(EngineCall(url + path, timeout_s=_TIMEOUT_S))
+                for path in ("/version", "/v1/models", "/metrics")
+            )
+        )
+    except EngineFailure as failure:
+        raise Unreachable(failure.message) from None
+    for answer, path in ((version, "/version"), (models, "/v1/models")):
+        _check(url + path, answer)
+    try:
+        number = msgspec.json.decode(version.body, type=dict[str, str])["version"]
+        names, adapters, max_model_len = read_models(models.body)
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ConfigError(f"{url} does not answer like a vLLM engine: {error}") from None
+    check_version(url, number)
+    if not names:
+        raise ConfigError(f"{url} serves no model")
+    page = metrics.body.decode(errors="replace") if metrics.status == 200 else ""
+    return Engine(
+        url=url,
+        role=role,
+        version=number,
+        models=names,
+        adapters=adapters,
+        block_size=block_size_of(page),
+        max_model_len=max_model_len,
+        renders=await _renders(client, url, names[0]),
+        streams_handles=has_plugin(page),
+    )
+
+
+def _check(url: str, answer: EngineAnswer) -> None:
+    if answer.status in (401, 403):
+        raise ConfigError(f"{url} answers {answer.status}: the engines want an API key (engine_api_key=)")
+    if answer.status >= 500:
+        raise Unreachable(f"{url} answers {answer.status}")
+    if answer.status != 200:
+        raise ConfigError(f"{url} answers {answer.status}: is this the base URL of a vLLM engine?")
+
+
+async def _renders(client: EngineClient, url: str, model: str) -> bool:
+    """Whether the engine renders for others: 403 or 404 without `--enable-scale-out`."""
+    body = msgspec.json.encode({"model": model, "prompt": "a", "max_tokens": 1})
+    try:
+        answer = await client.call(EngineCall(url + "/v1/completions/render", body, timeout_s=_TIMEOUT_S))
+    except EngineFailure as failure:
+        raise Unreachable(failure.message) from None
+    return answer.status == 200

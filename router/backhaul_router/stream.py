@@ -1,0 +1,71 @@
+"""What is watched for while a stream's events pass: the handle and the ids (taken out), `usage` (the truth put in), the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from . import wire
+from .sse import EventSplitter, data_of
+
+_DONE = b"data: [DONE]"
+_WATCHED = (b'"usage"', b'"error"', *(f'"{key}"'.encode() for key in sorted(wire.FORBIDDEN)))
+
+
+class StreamFilter:
+    """Passes events on as they are, but for the last few.
+
+    `note` is asked, when the usage event comes, for what to put into it (`None`: nothing); it is told the usage first.
+    """
+
+    def __init__(self, *, wants_usage: bool, note: Callable[[wire.Usage | None], Mapping[str, object] | None]) -> None:
+        self._wants_usage = wants_usage
+        self._note = note
+        self._splitter = EventSplitter()
+        self.handle: wire.Handle | None = None
+        self.generated: tuple[int, ...] | None = None
+        self.error: bytes | None = None
+        """The engine's error event, where it sent one."""
+        self.finished = False
+        """`[DONE]` has come; it is held back, so that whoever sees it can count on the turn being settled."""
+        self.events = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """The events that `data` completes, as the client gets them."""
+        out = []
+        for event in self._splitter.feed(data):
+            self.events += 1
+            if event.startswith(_DONE):
+                self.finished = True
+            elif any(word in event for word in _WATCHED):
+                out.append(self._look(event))
+            else:
+                out.append(event)
+        return b"".join(out)
+
+    def _look(self, event: bytes) -> bytes:
+        data = data_of(event)
+        if data is None:
+            return event
+        try:
+            members = wire.split(data)
+        except wire.MalformedBody:
+            return event
+        if "error" in members and "choices" not in members:
+            self.error = data
+        touched = False
+        if wire.FORBIDDEN & members.keys():
+            handle, ids = wire.read_handle(members.get(wire.HANDLE))
+            self.handle, self.generated = handle or self.handle, ids or self.generated
+            members = {key: value for key, value in members.items() if key not in wire.FORBIDDEN}
+            touched = True
+        if bytes(members.get("usage", b"null")) != b"null":
+            note = self._note(wire.read_usage(members["usage"]))
+            if bytes(members.get("choices", b"")) == b"[]":
+                if not self._wants_usage:
+                    return b""
+                if note is not None:
+                    members["usage"] = msgspec.Raw(wire.with_note(members["usage"], note))
+                    touched = True
+        return b"data: " + wire.join(members) + b"\n\n" if touched else event

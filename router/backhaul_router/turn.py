@@ -1,0 +1,781 @@
+"""One turn as a state machine: what to ask which engine next, and what follows from the answer. No I/O, no clock.
+
+    Taking ──▶ Rendering ──▶ Prefilling ──▶ Decoding ──▶ Relaying    (an event stream)
+                   │                           ▲  └────▶ Collecting  (a whole body)
+                   └──────── local ────────────┘
+
+Each state says what it needs (`need`). `next` takes the event that came back and the time, and returns the state that
+follows, `Done` at last, with the actions to perform before its need. A driver is a loop over these (`router.py`); so is a
+simulator. `abandon` is what remains to be done when the client leaves.
+
+Rules that can be seen here:
+- a handle is sent to P once; from then on it is in nobody's hands, whatever came of it;
+- a request is sent again only when it was refused before it was read, when reading the handle may be what failed, or when
+  an engine answered with an error; after a broken connection never, since the request may be what broke the engine;
+- before the client's first byte a failure can become another try; after it, an error event and the end;
+- every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
+  or released.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, assert_never
+
+import msgspec
+
+from . import digests, wire
+from .config import RouterConfig
+from .effects import (
+    Action,
+    Answered,
+    Call,
+    Chunk,
+    DropEngine,
+    Ended,
+    Event,
+    Failed,
+    GiveBack,
+    Headers,
+    Lost,
+    Need,
+    Open,
+    Opened,
+    Read,
+    Record,
+    Release,
+    Respond,
+    Send,
+    Settle,
+    Take,
+    Took,
+)
+from .engine_client import FailureKind
+from .errors import Leg, error_body, error_event
+from .fleet import Engine, Fleet, Role
+from .identity import Identity
+from .ledger import Branch, Held, Key, Taken
+from .placement import NoEngine, Placement, Prompt, place
+from .report import Proof, Reason, ReuseReport, Route
+from .stream import StreamFilter
+
+Actions = tuple[Action, ...]
+
+
+class State(Protocol):
+    """A turn that is not done."""
+
+    @property
+    def need(self) -> Need: ...
+    def next(self, event: Event, now: float) -> Step: ...
+    def abandon(self, now: float) -> Actions:
+        """What remains to be done when the client leaves now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Nothing more to do."""
+
+
+Step = tuple[State | Done, Actions]
+
+
+class UnexpectedEvent(AssertionError):
+    """A driver's bug: it answered a need with an event of another kind."""
+
+    def __init__(self, state: object, event: object) -> None:
+        super().__init__(f"{type(state).__name__} got {type(event).__name__}")
+
+
+@dataclass
+class Turn:
+    """What is known of one turn, with the report in the making. States are frozen; this is what changes."""
+
+    facts: wire.Facts
+    identity: Identity | None
+    config: RouterConfig
+    fleet: Fleet
+    started: float
+    route: Route | None = None
+    """Forces a route wherever it is possible and exact."""
+    tenant: str = ""
+    taken: Taken = field(default_factory=Taken)
+    spare: Held | None = None
+    """The handle taken, as long as no engine has been sent it."""
+    token_ids: tuple[int, ...] | None = None
+    """The prompt's ids, where they are what the engines are sent."""
+    prompt: Prompt = field(default_factory=lambda: Prompt(0))
+    no_proof: bool = False
+    failed_on: frozenset[str] = frozenset()
+    failure: Reason | None = None
+    """Why the turn, warm at first, is run again cold."""
+    draft: dict[str, Any] = field(default_factory=dict)
+    first_byte: float | None = None
+
+    def __post_init__(self) -> None:
+        self.chain = digests.chain(self.facts.messages)
+        conversation = self.identity.conversation if self.identity else ""
+        self.key = Key(self.tenant, self.facts.model, self.facts.cache_salt, conversation)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether this turn reads from and writes to the ledger."""
+        return self.identity is not None and self.config.reuse
+
+    def begin(self, now: float) -> Step:
+        """The first step."""
+        if self.identity is None:
+            return self._taken(Taken(reason=Reason.NO_CONVERSATION), now)
+        return Taking(self), ()
+
+    def took(self, taken: Taken, now: float) -> Step:
+        """The ledger has answered."""
+        self.draft["turn"] = taken.turn
+        self.draft["diverged_at"] = taken.diverged_at
+        if not self.config.reuse:
+            taken = dataclasses.replace(taken, reason=Reason.REUSE_OFF)
+        state, actions = self._taken(taken, now)
+        return state, (*self._releases(taken.drop), *actions)
+
+    def _taken(self, taken: Taken, now: float) -> Step:
+        self.taken, self.spare = taken, taken.held
+        self.prompt = Prompt(sum(map(len, self.facts.messages)))
+        if self.facts.multiple:
+            return self.leave_to_decode(Reason.MULTIPLE_CHOICES, now)
+        if self.facts.alone is not None:
+            return self.leave_to_decode(Reason.NO_PROOF, now)
+        if not self.reuses:
+            return self.placed(now)
+        return self._to_render(now)
+
+    def _to_render(self, now: float) -> Step:
+        facts, branch = self.facts, self.taken.branch
+        picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
+        engines = [engine for engine in picks if engine is not None and engine.block_size]
+        if facts.unproven or self.fleet.ignores_ids or any(facts.model in engine.adapters for engine in engines):
+            engines = []
+        if engines and facts.prompt_ids is not None:
+            self.rendered(facts.prompt_ids, engines[0])
+            return self.placed(now)
+        by_tokenize = wire.tokenize_body(facts)
+        engines = [engine for engine in engines if engine.renders or by_tokenize is not None]
+        if not engines:
+            self.no_proof = True
+            return self.placed(now)
+        return Rendering(self, tuple(engines), by_tokenize or b"", now), ()
+
+    def rendered(self, token_ids: tuple[int, ...], engine: Engine) -> None:
+        """The prompt's ids are known."""
+        block_size = engine.block_size or 0
+        try:
+            blocks = digests.block_chain(token_ids, block_size)
+        except OverflowError:
+            self.no_proof = True
+            return
+        self.token_ids = token_ids
+        self.prompt = Prompt(self.prompt.message_bytes, len(token_ids), blocks, block_size)
+        self.draft["prompt"] = len(token_ids)
+        self._note_divergence(blocks)
+
+    def _note_divergence(self, blocks: bytes) -> None:
+        """Messages that all match, but tokens that do not: it is the engine's own answer that comes back changed."""
+        branch, common = self.taken.branch, self.taken.common
+        if branch is None or common < digests.count(branch.chain) or len(self.facts.messages) <= common:
+            return
+        if digests.common(blocks, branch.blocks) < min(digests.count(blocks), digests.count(branch.blocks)):
+            self.draft["diverged_at"] = common
+
+    def placed(self, now: float) -> Step:
+        """Decides where the turn runs, and goes there."""
+        taken = self.taken if self.spare is not None else dataclasses.replace(self.taken, held=None)
+        placement = place(
+            self.prompt,
+            taken,
+            self.fleet,
+            self.config,
+            no_proof=self.no_proof,
+            force=self.route or self.config.route,
+            without=self.failed_on,
+        )
+        if isinstance(placement, NoEngine):
+            leg = Leg.PREFILL if placement.role is Role.PREFILL else Leg.DECODE
+            return self.refuse(None, 503, f"no {placement.role} engine is left to try", leg, now)
+        if self.failure is not None:
+            placement = dataclasses.replace(placement, reason=self.failure)
+        if placement.prefill is None:
+            return Decoding(self, placement, None), ()
+        self.draft["offered"] = placement.blocks * self.prompt.block_size
+        return Prefilling(self, placement, placement.prefill, now), ()
+
+    def leave_to_decode(self, reason: Reason, now: float) -> Step:
+        """Gives D the client's own body, without ids and transfer parameters: it answers, or says what is wrong with it."""
+        self.token_ids = None
+        give_back = self.give_back()
+        engine = self.fleet.pick(Role.DECODE, None, self.failed_on)
+        if engine is None:
+            return self.refuse(None, 503, "no decode engine is left to try", Leg.DECODE, now, give_back)
+        placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
+        return Decoding(self, placement, None, as_it_is=True), give_back
+
+    # --- handles
+
+    def give_back(self) -> Actions:
+        """The handle taken goes back, where no engine was sent it."""
+        if self.spare is None:
+            return ()
+        self.spare = None
+        return (GiveBack(self.key, self.taken),)
+
+    def sent(self) -> Held | None:
+        """An engine was sent the handle. Returns it, for whoever knows that it was not read."""
+        spare, self.spare = self.spare, None
+        return spare
+
+    def unfinished(self) -> Actions:
+        """The turn ends without an answer: the handle taken goes back, or is noted as used up."""
+        if self.spare is None and self.taken.held is not None:
+            return (Lost(self.key, self.taken, self.failure or Reason.NO_HANDLE),)
+        return self.give_back()
+
+    def release(self, handle: wire.Handle | None) -> Actions:
+        """Has the blocks of D's handle freed."""
+        via = self.fleet.pick(Role.PREFILL)
+        return (Release(handle.params, via),) if handle is not None and via is not None else ()
+
+    def _releases(self, held: Sequence[Held]) -> Actions:
+        return tuple(action for one in held for action in self.release(one.handle))
+
+    def retry(self) -> None:
+        self.draft["retries"] = self.draft.get("retries", 0) + 1
+
+    # --- the end
+
+    def settle(
+        self,
+        placement: Placement,
+        handle: wire.Handle | None,
+        generated: tuple[int, ...] | None,
+        ran: tuple[int, ...] | None,
+        now: float,
+    ) -> Actions:
+        """Files what D left, or has it freed. `generated` and `ran` are the ids that D says it made and was given."""
+        decode = placement.decode
+        actions: Actions = ()
+        if handle is not None and (before := self.fleet.saw_engine_id(decode, handle.engine_id)):
+            actions = (DropEngine(decode.url, before),)
+        if ran is not None and self.token_ids is not None and ran != self.token_ids:
+            self.fleet.note_ids_ignored()
+            self.token_ids = None
+        if not self.reuses or self.facts.multiple or self.facts.alone is not None:
+            return (*actions, *self.release(handle), *self.give_back())
+        held = self._held(handle, decode, generated, now)
+        missing = None
+        if held is None:
+            actions += self.release(handle)
+            missing = Reason.NO_PROOF if handle else self.failure or Reason.NO_HANDLE
+        if held is None and placement.route is Route.LOCAL and self.spare is not None:
+            # A stock engine leaves no handle for a turn that it ran alone; the one before is still a prefix of the history.
+            held, missing = self.spare, None
+        elif self.spare is not None:
+            actions += self.release(self.spare.handle) if self.taken.common else (GiveBack(self.key, self.taken),)
+        self.spare = None
+        self.draft["handle_remaining_s"] = held.deadline - now if held else None
+        earlier = self.taken.branch.prefill if self.taken.branch else None
+        branch = Branch(
+            chain=self.chain,
+            blocks=self._blocks(generated),
+            block_size=self.prompt.block_size,
+            tokens=len(self.token_ids or ()) + max(0, len(generated or ()) - 1),
+            message_bytes=self.prompt.message_bytes,
+            decode=decode.url,
+            prefill=placement.prefill.url if placement.prefill else earlier,
+            held=held,
+            missing=missing,
+        )
+        return (*actions, Settle(self.key, self.taken, branch))
+
+    def _held(
+        self, handle: wire.Handle | None, decode: Engine, generated: tuple[int, ...] | None, now: float
+    ) -> Held | None:
+        """The handle with what it is good for; `None` when no later turn could prove anything of it."""
+        if handle is None or self.token_ids is None or handle.groups > 1:
+            return None
+        # The KV of the last token is computed only when another follows, and under asynchronous scheduling an engine counts
+        # a position that is still in flight (`remote_num_tokens`, PS:276): never more than what surely ran.
+        ran = len(self.token_ids) + max(0, len(generated or ()) - 1)
+        deadline = now + self.config.decoder_kv_blocks_ttl - self.config.lease_margin_s
+        return Held(handle, decode.url, deadline, min(handle.tokens, ran))
+
+    def _blocks(self, generated: tuple[int, ...] | None) -> bytes:
+        if self.token_ids is None:
+            return b""
+        whole = digests.count(self.prompt.blocks) * self.prompt.block_size
+        rest = self.token_ids[whole:] + (generated or ())[:-1]
+        return self.prompt.blocks + digests.block_chain(rest, self.prompt.block_size, self.prompt.blocks)
+
+    def count_prefill(self, usage: wire.Usage) -> None:
+        """Token counts of the engine that prefilled."""
+        self.draft["prompt"] = usage.prompt_tokens
+        self.draft["cached"] = usage.cached
+        self.draft["computed"] = None if usage.cached is None else usage.prompt_tokens - usage.cached
+
+    def count_answer(self, placement: Placement, usage: wire.Usage | None) -> Mapping[str, object] | None:
+        """D's token counts. Returns what the answer's `usage` says of the turn: to clients that named a conversation, and
+        nothing of the engines."""
+        if usage is not None:
+            self.draft["generated"] = usage.completion_tokens
+            if placement.prefill is None:
+                self.count_prefill(usage)
+        if self.identity is None:
+            return None
+        return {
+            "conversation": self.identity.conversation,
+            "turn": self.draft["turn"],
+            "route": placement.route,
+            "reason": placement.reason,
+            "offered": self.draft.get("offered", 0),
+            "cached": self.draft.get("cached"),
+            "computed": self.draft.get("computed"),
+        }
+
+    def report(self, placement: Placement | None, now: float, *, status: int = 200, error: str | None = None) -> Record:
+        """The report, complete."""
+        saved = self._saved(placement) if error is None else None
+        first_byte = self.first_byte
+        fields = {
+            "turn": 1,
+            **self.draft,
+            "conversation": self.identity.conversation if self.identity else None,
+            "identity_source": self.identity.source if self.identity else None,
+            "route": placement.route if placement else Route.COLD,
+            "proof": placement.proof if placement else None,
+            "reason": placement.reason if placement else self.taken.reason,
+            "first_byte_ms": None if first_byte is None else (first_byte - self.started) * 1e3,
+            "total_ms": (now - self.started) * 1e3,
+            "prefill_engine": placement.prefill.url if placement and placement.prefill else None,
+            "decode_engine": placement.decode.url if placement else None,
+            "saved_ms": saved[0] if saved else None,
+            "saved_basis": saved[1] if saved else None,
+            "status": status,
+            "error": error,
+        }
+        return Record(ReuseReport(**fields))
+
+    def _saved(self, placement: Placement | None) -> tuple[float, str] | None:
+        """The whole cold prefill that did not happen, less what the turn spent on the way to its first token instead."""
+        prompt, computed = self.draft.get("prompt"), self.draft.get("computed")
+        if placement is None or placement.route is Route.COLD or not prompt or computed is None:
+            return None
+        rate = self.fleet.prefill_rate(placement.prefill)
+        if rate is None or self.first_byte is None:
+            return None
+        spent = self.draft.get("prefill_ms")
+        if spent is None:
+            spent = (self.first_byte - self.started) * 1e3 - self.draft.get("render_ms", 0.0)
+        per_token, turns = rate
+        return per_token * prompt - spent, f"cold prefill at {per_token:.3f} ms per token, from {turns} turns"
+
+    def refuse(
+        self,
+        placement: Placement | None,
+        status: int,
+        message: str,
+        leg: Leg,
+        now: float,
+        rest: Actions = (),
+        *,
+        unread: bool = False,
+    ) -> Step:
+        """An error of ours, in OpenAI's shape. The client is told to send the request again only if no engine read it."""
+        code = f"{leg}_timeout" if status == 504 else f"{leg}_failed"
+        body = error_body(message, type_="server_error", code=code)
+        headers = (("content-type", "application/json"), ("x-should-retry", "true" if unread else "false"))
+        record = self.report(placement, now, status=status, error=code)
+        return Done(), (*rest, *self.unfinished(), record, Respond(status, headers), Send(body))
+
+    def pass_on(
+        self, placement: Placement, status: int, headers: Mapping[str, str], body: bytes, now: float, rest: Actions = ()
+    ) -> Step:
+        """An engine's own error, as it is; unless it quotes a handle."""
+        if b"remote_engine_id" in body or b"remote_block_ids" in body or b"remote_request_id" in body:
+            body = error_body("the engine rejected the request", type_="invalid_request_error", code="rejected")
+        record = self.report(placement, now, status=status, error=f"status_{status}")
+        head = Respond(status, self.headers(placement, headers))
+        return Done(), (*rest, *self.unfinished(), record, head, Send(body))
+
+    def headers(self, placement: Placement, upstream: Mapping[str, str]) -> Headers:
+        """The head of the answer: what of the engine's concerns the client, and the route."""
+        headers = [(name, upstream[name]) for name in _PASSED_HEADERS if name in upstream]
+        if self.identity is not None:
+            headers += [("x-backhaul-route", str(placement.route)), ("x-backhaul-turn", str(self.draft["turn"]))]
+            if placement.reason:
+                headers.append(("x-backhaul-reason", str(placement.reason)))
+        return headers
+
+
+_PASSED_HEADERS = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "cache-control")
+
+
+@dataclass(frozen=True)
+class Taking:
+    """The ledger is asked for the conversation's history."""
+
+    turn: Turn
+
+    @property
+    def need(self) -> Take:
+        return Take(self.turn.key, self.turn.chain)
+
+    def next(self, event: Event, now: float) -> Step:
+        match event:
+            case Took(taken):
+                return self.turn.took(taken, now)
+            case _:
+                raise UnexpectedEvent(self, event)
+
+    def abandon(self, now: float) -> Actions:
+        return (self.turn.report(None, now, error="client_gone"),)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """An engine's own renderer turns the messages into token ids, so that they can be compared before anything runs."""
+
+    turn: Turn
+    engines: tuple[Engine, ...]
+    """The one that is asked, and those that could be."""
+    by_tokenize: bytes
+    since: float
+
+    @property
+    def need(self) -> Call:
+        engine, facts = self.engines[0], self.turn.facts
+        timeout_s = self.turn.config.prefill_timeout_s
+        if engine.renders:
+            return Call(Leg.RENDER, engine, f"{facts.endpoint}/render", wire.join(facts.members), timeout_s)
+        return Call(Leg.RENDER, engine, "/tokenize", self.by_tokenize, timeout_s)
+
+    def next(self, event: Event, now: float) -> Step:
+        turn, engine = self.turn, self.engines[0]
+        match event:
+            case Answered(200, _, body):
+                turn.draft["render_ms"] = (now - self.since) * 1e3
+                token_ids = wire.read_rendered(body)
+                if token_ids is None:
+                    turn.no_proof = True
+                else:
+                    turn.rendered(token_ids, engine)
+                return turn.placed(now)
+            case Answered(400 | 413 | 422):
+                return turn.leave_to_decode(Reason.NO_PROOF, now)
+            case Answered() | Failed():
+                if len(self.engines) > 1:
+                    turn.retry()
+                    return dataclasses.replace(self, engines=self.engines[1:], since=now), ()
+                turn.no_proof = True
+                return turn.placed(now)
+            case Took() | Opened() | Chunk() | Ended():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def abandon(self, now: float) -> Actions:
+        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
+
+
+@dataclass(frozen=True)
+class Prefilling:
+    """P computes the prompt, reading what it may, and keeps the blocks for D."""
+
+    turn: Turn
+    placement: Placement
+    engine: Engine
+    since: float
+
+    @property
+    def need(self) -> Call:
+        turn = self.turn
+        handle = None
+        if self.warm and turn.spare is not None:
+            handle = wire.cut_handle(turn.spare.handle, self.placement.blocks, turn.prompt.block_size)
+        body = wire.prefill_body(turn.facts, turn.token_ids, handle)
+        return Call(Leg.PREFILL, self.engine, turn.facts.endpoint, body, turn.config.prefill_timeout_s)
+
+    @property
+    def warm(self) -> bool:
+        return self.placement.route is Route.WARM
+
+    def next(self, event: Event, now: float) -> Step:
+        turn = self.turn
+        match event:
+            case Answered(200, _, body):
+                return self._answered(body, now)
+            case Answered(400 | 404 | 413 | 422):
+                # Rejected before admission, so the handle was not read. What the client gets is D's word on its own body.
+                return turn.leave_to_decode(Reason.NO_PROOF, now)
+            case Answered(401 | 403 | 429, headers, body):
+                return turn.pass_on(self.placement, event.status, headers, body, now)
+            case Answered(status, _, body):
+                message = f"{self.engine} answered {status}: {wire.error_message(body)}"
+                return self._failed(FailureKind.ERROR, message, now)
+            case Failed(kind, message):
+                return self._failed(kind, message, now)
+            case Took() | Opened() | Chunk() | Ended():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def _answered(self, body: bytes, now: float) -> Step:
+        turn = self.turn
+        sent = turn.sent() if self.warm else None
+        try:
+            members = wire.split(body)
+            handle, _ = wire.read_handle(members.get(wire.HANDLE))
+            usage = wire.read_usage(members.get("usage"))
+        except (wire.MalformedBody, msgspec.DecodeError) as error:
+            message = f"{self.engine} sent an answer that cannot be read: {error}"
+            return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
+        if handle is None:
+            message = (
+                f"{self.engine} returned no {wire.HANDLE}: start it with the NIXL connector as kv_producer "
+                "(`backhaul up --dry-run` prints the flags)"
+            )
+            return turn.refuse(
+                self.placement, 502, message, Leg.PREFILL, now, turn.release(sent.handle if sent else None)
+            )
+        elapsed_ms = (now - self.since) * 1e3
+        turn.draft["prefill_ms"] = elapsed_ms
+        if usage is not None:
+            turn.count_prefill(usage)
+            if turn.token_ids is not None and usage.prompt_tokens != len(turn.token_ids):
+                return self._ran_other_ids(handle, now)
+            if not self.warm and usage.cached is not None:
+                turn.fleet.learn_prefill(self.engine, elapsed_ms, usage.prompt_tokens - usage.cached)
+        return Decoding(turn, self.placement, handle), ()
+
+    def _ran_other_ids(self, handle: wire.Handle, now: float) -> Step:
+        """The engine rendered the messages in spite of the ids: what was proven is not what ran. From now on nothing is."""
+        turn = self.turn
+        turn.fleet.note_ids_ignored()
+        turn.token_ids, turn.prompt, turn.no_proof = None, Prompt(turn.prompt.message_bytes), True
+        turn.retry()
+        state, actions = turn.placed(now)
+        return state, (Release(handle.params, self.placement.decode), *actions)
+
+    def _failed(self, kind: FailureKind, message: str, now: float) -> Step:
+        turn = self.turn
+        other = turn.fleet.pick(Role.PREFILL, None, turn.failed_on | {self.engine.url})
+        rest: Actions = ()
+        if self.warm and kind is not FailureKind.REFUSED:
+            sent = turn.sent()
+            rest = turn.release(sent.handle if sent else None)
+            turn.failure = Reason.READ_FAILED
+            turn.draft["offered"] = 0
+            if kind is not FailureKind.BROKEN:
+                turn.retry()
+                cold = dataclasses.replace(
+                    self.placement, route=Route.COLD, proof=None, blocks=0, reason=Reason.READ_FAILED
+                )
+                return Prefilling(turn, cold, self.engine, now), rest
+        if other is not None and kind in (FailureKind.REFUSED, FailureKind.ERROR):
+            turn.failed_on |= {self.engine.url}
+            turn.retry()
+            return Prefilling(turn, dataclasses.replace(self.placement, prefill=other), other, now), rest
+        status = 504 if kind is FailureKind.TIMEOUT else 502
+        return turn.refuse(self.placement, status, message, Leg.PREFILL, now, rest, unread=kind is FailureKind.REFUSED)
+
+    def abandon(self, now: float) -> Actions:
+        sent = self.turn.sent() if self.warm else None
+        release = self.turn.release(sent.handle if sent else None)
+        return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """D is asked; its head has not come yet."""
+
+    turn: Turn
+    placement: Placement
+    prefilled: wire.Handle | None
+    """P's handle; `None` when D runs the turn alone."""
+    as_it_is: bool = False
+    """The client's own body, without ids and without transfer parameters."""
+
+    @property
+    def need(self) -> Open:
+        turn = self.turn
+        body = wire.decode_body(
+            turn.facts,
+            turn.token_ids,
+            self.prefilled.params if self.prefilled else None,
+            ids_back=turn.reuses and not self.as_it_is,
+        )
+        return Open(self.placement.decode, turn.facts.endpoint, body, turn.config.decode_timeout_s)
+
+    def next(self, event: Event, now: float) -> Step:
+        turn, placement = self.turn, self.placement
+        match event:
+            case Opened(200, headers) if headers.get("content-type", "").startswith("text/event-stream"):
+                stream = StreamFilter(
+                    wants_usage=turn.facts.wants_usage, note=lambda usage: turn.count_answer(placement, usage)
+                )
+                return Relaying(self, headers, stream), ()
+            case Opened(status, headers):
+                return Collecting(self, status, headers), ()
+            case Failed(kind, message):
+                return self.failed(kind, message, now)
+            case Took() | Answered() | Chunk() | Ended():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def failed(self, kind: FailureKind, message: str, now: float) -> Step:
+        """D did not answer, or with an error, and the client has seen nothing yet."""
+        turn, placement = self.turn, self.placement
+        other = turn.fleet.pick(Role.DECODE, None, turn.failed_on | {placement.decode.url})
+        if other is None or kind not in (FailureKind.REFUSED, FailureKind.ERROR):
+            status = 504 if kind is FailureKind.TIMEOUT else 502
+            unread = kind is FailureKind.REFUSED
+            return turn.refuse(placement, status, message, Leg.DECODE, now, self.release(), unread=unread)
+        turn.failed_on |= {placement.decode.url}
+        turn.retry()
+        if self.as_it_is:
+            return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
+        if kind is FailureKind.REFUSED and self.prefilled is not None:
+            return dataclasses.replace(self, placement=dataclasses.replace(placement, decode=other)), ()
+        if self.prefilled is not None:
+            turn.failure = Reason.DECODE_FAILED
+        state, actions = turn.placed(now)
+        return state, (*self.release(), *actions)
+
+    def release(self) -> Actions:
+        """Has P's blocks freed, where D may not have read them."""
+        return (Release(self.prefilled.params, self.placement.decode),) if self.prefilled else ()
+
+    def abandon(self, now: float) -> Actions:
+        report = self.turn.report(self.placement, now, error="client_gone")
+        return (*self.release(), *self.turn.unfinished(), report)
+
+
+@dataclass(frozen=True)
+class Collecting:
+    """D answers with a whole body."""
+
+    before: Decoding
+    status: int
+    headers: Mapping[str, str]
+    parts: tuple[bytes, ...] = ()
+
+    @property
+    def need(self) -> Read:
+        return Read()
+
+    def next(self, event: Event, now: float) -> Step:
+        match event:
+            case Chunk(data):
+                return dataclasses.replace(self, parts=(*self.parts, data)), ()
+            case Ended():
+                body = b"".join(self.parts)
+                return self._answer(body, now) if self.status == 200 else self._error(body, now)
+            case Failed(kind, message):
+                return self.before.failed(kind, message, now)
+            case Took() | Answered() | Opened():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def _answer(self, body: bytes, now: float) -> Step:
+        turn, placement = self.before.turn, self.before.placement
+        turn.first_byte = now
+        try:
+            members = wire.split(body)
+            handle, _ = wire.read_handle(members.get(wire.HANDLE))
+            usage = wire.read_usage(members.get("usage"))
+            choices = wire.read_choices(members)
+            ran = wire.returned_prompt_ids(members, choices[0]) if len(choices) == 1 else None
+            note = turn.count_answer(placement, usage)
+            answer = wire.client_answer(members, keep_token_ids=turn.facts.wants_token_ids, note=note)
+        except (wire.MalformedBody, msgspec.DecodeError) as error:
+            message = f"{placement.decode} sent an answer that cannot be read: {error}"
+            return turn.refuse(placement, 502, message, Leg.DECODE, now)
+        generated = choices[0].token_ids if len(choices) == 1 else None
+        settled = turn.settle(placement, handle, generated, ran, now)
+        head = Respond(200, turn.headers(placement, self.headers))
+        return Done(), (*settled, turn.report(placement, now), head, Send(answer))
+
+    def _error(self, body: bytes, now: float) -> Step:
+        before = self.before
+        if self.status in (429, 503) or self.status < 500:
+            return before.turn.pass_on(before.placement, self.status, self.headers, body, now, before.release())
+        message = f"{before.placement.decode} answered {self.status}: {wire.error_message(body)}"
+        return before.failed(FailureKind.ERROR, message, now)
+
+    def abandon(self, now: float) -> Actions:
+        turn = self.before.turn
+        return (*turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
+
+
+@dataclass(frozen=True)
+class Relaying:
+    """D streams. Until its first event the client has seen nothing, and the turn can still be tried again."""
+
+    before: Decoding
+    headers: Mapping[str, str]
+    stream: StreamFilter
+    started: bool = False
+
+    @property
+    def need(self) -> Read:
+        return Read()
+
+    def next(self, event: Event, now: float) -> Step:
+        match event:
+            case Chunk(data):
+                return self._chunk(data, now)
+            case Ended():
+                message = f"{self.before.placement.decode} ended the stream before it was complete"
+                return self._broke(FailureKind.BROKEN, message, now)
+            case Failed(kind, message):
+                return self._broke(kind, message, now)
+            case Took() | Answered() | Opened():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def _chunk(self, data: bytes, now: float) -> Step:
+        turn, placement, stream = self.before.turn, self.before.placement, self.stream
+        passed = stream.feed(data)
+        if not stream.events:
+            return self, ()
+        if stream.error is not None and not self.started:
+            message = f"{placement.decode} failed: {wire.error_message(stream.error)}"
+            return self.before.failed(FailureKind.ERROR, message, now)
+        actions: Actions = ()
+        if not self.started:
+            turn.first_byte = now
+            actions = (Respond(200, turn.headers(placement, self.headers)),)
+        if passed:
+            actions += (Send(passed),)
+        if not stream.finished:
+            return (self if self.started else dataclasses.replace(self, started=True)), actions
+        last = Send(b"data: [DONE]\n\n")
+        if stream.error is not None:
+            return Done(), (*actions, *turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
+        if stream.handle is None and self.before.prefilled is not None and not placement.decode.streams_handles:
+            turn.fleet.count_unreachable_pin()
+        settled = turn.settle(placement, stream.handle, stream.generated, None, now)
+        return Done(), (*actions, *settled, turn.report(placement, now), last)
+
+    def _broke(self, kind: FailureKind, message: str, now: float) -> Step:
+        if not self.started:
+            return self.before.failed(kind, message, now)
+        turn, placement = self.before.turn, self.before.placement
+        last = Send(error_event(message, type_="server_error", code="decode_failed"))
+        return Done(), (*turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
+
+    def abandon(self, now: float) -> Actions:
+        turn, placement = self.before.turn, self.before.placement
+        release = () if self.started else self.before.release()
+        return (*release, *turn.unfinished(), turn.report(placement, now, error="client_gone"))

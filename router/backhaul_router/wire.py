@@ -1,0 +1,533 @@
+"""vLLM's wire protocol: what is read from a client's request, what P and D are sent, what comes back, and what never leaves.
+
+Bodies are split into their top-level members and put together again; the members' own bytes are not re-encoded. Splitting
+decodes the keys, so every spelling of a forbidden key (escapes, duplicates) is the same key and gone, and ours is written last.
+Field names and rules are those of vLLM 0.32 (entrypoints/openai/*/protocol.py, kv_connector/v1/nixl/pull_scheduler.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from .errors import BackhaulError
+
+HANDLE = "kv_transfer_params"
+FORBIDDEN: Final = frozenset({HANDLE, "ec_transfer_params"})
+"""Name hosts, ports and blocks of engines: neither taken from a client nor shown to one."""
+FORBIDDEN_HEADERS: Final = frozenset({"x-data-parallel-rank"})
+EXTENSION = "backhaul"
+"""Key of the versioned object that our plugin puts into a handle."""
+
+Members = dict[str, Raw]
+
+_decode_members = msgspec.json.Decoder(Members).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+_decode_any = msgspec.json.Decoder().decode
+_encode = msgspec.json.encode
+
+
+class MalformedBody(BackhaulError):
+    """A body is not a JSON object; the message is meant for the client."""
+
+
+class Endpoint(enum.StrEnum):
+    """The endpoints whose turns run over prefill and decode."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+def split(body: bytes) -> Members:
+    """The top-level members of a JSON object. Of repeated keys the last counts, as in Python's own decoder.
+
+    Raises `MalformedBody`.
+    """
+    try:
+        return _decode_members(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedBody(f"the body is not a JSON object: {error}") from None
+
+
+def join(members: Mapping[str, Raw | bytes]) -> bytes:
+    """The members as one JSON object again."""
+    return b"{" + b",".join(_encode(key) + b":" + bytes(value) for key, value in members.items()) + b"}"
+
+
+def without_transfer_params(members: Members) -> Members:
+    """The members that may travel: no transfer parameters, neither at the top nor inside `vllm_xargs`."""
+    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
+    if "vllm_xargs" in kept:
+        try:
+            inner = _decode_members(kept["vllm_xargs"])
+        except msgspec.DecodeError:
+            return kept
+        if FORBIDDEN & inner.keys():
+            kept["vllm_xargs"] = Raw(join({k: v for k, v in inner.items() if k not in FORBIDDEN}))
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the router needs to know of one request. Everything else stays in `members`, unread."""
+
+    endpoint: Endpoint
+    members: Members
+    """Sanitised; without `conversation_id`, which is ours."""
+    ids: Mapping[str, object]
+    """The body's values of `conversation_id` and `session_id`, of whatever type."""
+    model: str
+    stream: bool
+    wants_usage: bool
+    wants_token_ids: bool
+    cache_salt: str
+    messages: tuple[bytes, ...]
+    """The history's messages as they were sent; for completions the prompt is the only one."""
+    prompt_ids: tuple[int, ...] | None
+    """Token ids, when that is what the client sent."""
+    multiple: bool
+    """Several sequences are asked for, and a handle serves one."""
+    alone: str | None
+    """The field for whose sake the request goes to D alone, as it is; `None` when it may be split into legs."""
+    unproven: str | None
+    """What keeps the router from sending token ids in place of the messages."""
+
+
+_BOOL = (bool, type(None))
+_INT = (int, type(None))
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "model": (str, type(None)),
+    "stream": _BOOL,
+    "stream_options": (dict, type(None)),
+    "n": _INT,
+    "best_of": _INT,
+    "use_beam_search": _BOOL,
+    "cache_salt": (str, type(None)),
+    "echo": _BOOL,
+    "return_token_ids": _BOOL,
+    "max_tokens": _INT,
+    "max_completion_tokens": _INT,
+}
+# The prompt would not be what was compared (truncation depends on each leg's token limit, embeddings replace it), or the
+# answer describes the prompt, which D would not have computed.
+_ALONE: Final = (
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "suffix",
+    "prompt_embeds",
+    "return_prompt_text",
+    "return_token_offsets",
+    "routed_experts_prompt_start",
+    "mm_payload",
+    "return_mm_kwargs",
+)
+
+
+def read_request(endpoint: Endpoint, body: bytes) -> Facts:
+    """Parses a client's body once. A field whose type is not the expected one is left for the engine to judge: the request
+    goes to D alone. Raises `MalformedBody`."""
+    members = without_transfer_params(split(body))
+    ids: dict[str, object] = {
+        key: _decode_any(members[key]) for key in ("conversation_id", "session_id") if key in members
+    }
+    members.pop("conversation_id", None)
+    known: dict[str, Any] = {}
+    alone: str | None = None
+    for key, types in _TYPES.items():
+        if key not in members:
+            continue
+        value = _decode_any(members[key])
+        if type(value) in types:
+            known[key] = value
+        else:
+            alone = alone or key
+    for key in _ALONE:
+        if key in members and bytes(members[key]) not in (b"null", b"false"):
+            alone = alone or key
+    if known.get("echo"):
+        alone = alone or "echo"
+    if known.get("max_tokens") == 0 or known.get("max_completion_tokens") == 0:
+        alone = alone or "max_tokens"
+    options = known.get("stream_options") or {}
+    messages, prompt_ids, odd, unproven = _history(endpoint, members)
+    return Facts(
+        endpoint=endpoint,
+        members=members,
+        ids=ids,
+        model=known.get("model") or "",
+        stream=bool(known.get("stream")),
+        wants_usage=options.get("include_usage") is True,
+        wants_token_ids=bool(known.get("return_token_ids")),
+        cache_salt=known.get("cache_salt") or "",
+        messages=messages,
+        prompt_ids=prompt_ids,
+        multiple=(known.get("n") or 1) > 1 or (known.get("best_of") or 1) > 1 or bool(known.get("use_beam_search")),
+        alone=alone or odd,
+        unproven=unproven,
+    )
+
+
+class _Message(msgspec.Struct):
+    content: Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+
+
+_decode_contents = msgspec.json.Decoder(list[_Message]).decode
+_decode_parts = msgspec.json.Decoder(list[str | _Part]).decode
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+
+
+def _history(
+    endpoint: Endpoint, members: Members
+) -> tuple[tuple[bytes, ...], tuple[int, ...] | None, str | None, str | None]:
+    """Messages, prompt ids, the oddly typed field, and what forbids a proof."""
+    if endpoint is Endpoint.CHAT:
+        try:
+            raw = members.get("messages", Raw(b""))
+            messages = tuple(bytes(message) for message in _decode_list(raw))
+            contents = _decode_contents(raw)
+        except (msgspec.DecodeError, RecursionError):
+            return (), None, "messages", None
+        if not messages:
+            return (), None, "messages", None
+        return messages, None, None, _media(contents)
+    prompt = bytes(members.get("prompt", Raw(b"null")))
+    if prompt.startswith(b'"'):
+        return (prompt,), None, None, None
+    try:
+        ids = msgspec.json.decode(prompt, type=list[int])
+    except msgspec.DecodeError:
+        return (), None, "prompt", None
+    return ((prompt,), tuple(ids), None, None) if ids else ((), None, "prompt", None)
+
+
+def _media(contents: Iterable[_Message]) -> str | None:
+    for message in contents:
+        content = message.content
+        if content is msgspec.UNSET or not bytes(content).startswith(b"["):
+            continue
+        try:
+            parts = _decode_parts(content)
+        except msgspec.DecodeError:
+            return "content"
+        for part in parts:
+            if not isinstance(part, str) and part.type not in _TEXT_PARTS:
+                return part.type
+    return None
+
+
+# --- what the engines are sent -------------------------------------------------------------------------------------------
+
+_NOT_FOR_PREFILL: Final = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "stream_interval",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "best_of",
+        # A stop string that the first token completes would abort the request, and with it P's handle.
+        "stop",
+        "include_stop_str_in_output",
+        "logprobs",
+        "top_logprobs",
+        "logprob_token_ids",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "request_id",
+    }
+)
+
+
+def render_body(facts: Facts) -> bytes:
+    """What the engine's own renderer is asked: the client's request, sanitised."""
+    return join(facts.members)
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    features: Raw | None = None
+
+
+def read_rendered(body: bytes) -> tuple[int, ...] | None:
+    """The ids in an answer of `/render` (one object for chat, a list of one for completions) or `/tokenize`; `None` where
+    there is more to the prompt than ids (images), or the answer has another shape."""
+    try:
+        if body.lstrip().startswith(b"["):
+            (rendered,) = msgspec.json.decode(body, type=list[_Rendered])
+        else:
+            rendered = msgspec.json.decode(body, type=_Rendered)
+    except (msgspec.DecodeError, ValueError):
+        return None
+    if rendered.features is not None and bytes(rendered.features) != b"null":
+        return None
+    return rendered.token_ids or rendered.tokens or None
+
+
+_TOKENIZE_CHAT: Final = frozenset(
+    {"model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+    | {"chat_template", "chat_template_kwargs"}
+)
+_TOKENIZE_IRRELEVANT: Final = frozenset(
+    {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k"}
+    | {"min_p", "seed", "stop", "stop_token_ids", "n", "user", "session_id", "cache_salt", "priority", "ignore_eos"}
+    | {"frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"}
+    | {"return_token_ids", "parallel_tool_calls", "request_id", "metadata", "store", "service_tier"}
+)
+_TOKENIZE_MESSAGE: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"})
+
+
+def tokenize_body(facts: Facts) -> bytes | None:
+    """What `/tokenize` is asked, or `None` when the request holds a key that 0.32's `/tokenize` would ignore while serving
+    honours it: the ids would then be another prompt's."""
+    if facts.endpoint is Endpoint.COMPLETIONS:
+        allowed = frozenset({"model", "prompt", "add_special_tokens"})
+    else:
+        allowed = _TOKENIZE_CHAT
+        for message in facts.messages:
+            if not split(message).keys() <= _TOKENIZE_MESSAGE:
+                return None
+    given = {key: value for key, value in facts.members.items() if bytes(value) != b"null"}
+    if not given.keys() <= allowed | _TOKENIZE_IRRELEVANT:
+        return None
+    return join({key: value for key, value in given.items() if key in allowed})
+
+
+def prefill_body(facts: Facts, token_ids: Sequence[int] | None, handle: bytes | None) -> bytes:
+    """P's leg: one token, not streamed, blocks kept for D. `handle` is what `cut_handle` made of D's."""
+    members: dict[str, Raw | bytes] = {k: v for k, v in facts.members.items() if k not in _NOT_FOR_PREFILL}
+    members["stream"] = b"false"
+    members["max_tokens"] = b"1"
+    params: dict[str, Raw | bytes] = dict(_decode_members(handle)) if handle else {}
+    params["do_remote_decode"] = b"true"
+    params["do_remote_prefill"] = b"false"
+    _put_ids(facts, members, params, token_ids)
+    members[HANDLE] = join(params)
+    return join(members)
+
+
+def decode_body(facts: Facts, token_ids: Sequence[int] | None, handle: bytes | None, *, ids_back: bool) -> bytes:
+    """D's leg. `handle` is P's, sent verbatim; without one D runs the turn alone, and an empty object still tells our
+    plugin that a router asks. `ids_back` asks for the generated ids (not streamed: a stream has them in its last event)."""
+    members: dict[str, Raw | bytes] = dict(facts.members)
+    if facts.stream:
+        options: dict[str, Any] = _decode_any(members.get("stream_options", b"null")) or {}
+        if not facts.wants_usage:
+            options = {**options, "include_usage": True, "continuous_usage_stats": False}
+            members["stream_options"] = _encode(options)
+    elif ids_back:
+        members["return_token_ids"] = b"true"
+    params: dict[str, Raw | bytes] = dict(_decode_members(handle)) if handle else {}
+    if handle:
+        params["do_remote_prefill"] = b"true"
+        params["do_remote_decode"] = b"false"
+    _put_ids(facts, members, params, token_ids)
+    if params or ids_back:
+        members[HANDLE] = join(params)
+    return join(members)
+
+
+def _put_ids(
+    facts: Facts,
+    members: dict[str, Raw | bytes],
+    params: dict[str, Raw | bytes],
+    token_ids: Sequence[int] | None,
+) -> None:
+    if token_ids is None:
+        return
+    if facts.endpoint is Endpoint.CHAT:
+        params["prompt_token_ids"] = _encode(token_ids)
+    else:
+        members["prompt"] = _encode(token_ids)
+
+
+def release_body(handle: bytes) -> bytes:
+    """A request that an engine of the other role rejects before admission (no such model), which makes it tell the holder
+    to free the handle's blocks at once: nothing is computed, nothing pinned (vLLM PR 41269)."""
+    params: dict[str, Raw | bytes] = dict(_decode_members(handle))
+    params["do_remote_prefill"] = b"true"
+    params["do_remote_decode"] = b"false"
+    return join(
+        {"model": b'"backhaul-release"', "prompt": b"[0]", "max_tokens": b"1", "stream": b"false", HANDLE: join(params)}
+    )
+
+
+# --- handles -------------------------------------------------------------------------------------------------------------
+
+_REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """An engine's `kv_transfer_params`: where one request's blocks lie. Unknown fields are carried verbatim."""
+
+    params: bytes
+    engine_id: str
+    request_id: str
+    tokens: int
+    """Tokens whose KV the engine says it holds (`remote_num_tokens`)."""
+    blocks: int
+    """Blocks pinned, over all KV cache groups."""
+    groups: int
+    cached: int | None
+    """P's answer only: tokens that P found cached or read (`remote_prefill_cached_tokens`)."""
+    token_ids: tuple[int, ...] | None
+    """Generated ids, where our plugin put them beside the handle."""
+
+
+class _Params(msgspec.Struct):
+    remote_block_ids: list[list[int]]
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int | str
+    remote_num_tokens: int = 0
+    remote_prefill_cached_tokens: int | None = None
+    transfer_mode: str = "pull"
+
+
+class _Extension(msgspec.Struct):
+    version: int = 0
+    token_ids: tuple[int, ...] | None = None
+
+
+def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...] | None]:
+    """An engine's `kv_transfer_params` as a handle, and the ids that our plugin added, which come without one as well.
+
+    `None` for a handle that lacks a required field, holds no blocks, or was made for push transfer."""
+    if raw is None or bytes(raw) == b"null":
+        return None, None
+    members = _decode_members(raw)
+    token_ids = None
+    if EXTENSION in members:
+        extension = msgspec.json.decode(members.pop(EXTENSION), type=_Extension)
+        token_ids = extension.token_ids if extension.version == 1 else None
+    if not all(key in members for key in _REQUIRED):
+        return None, token_ids
+    params = msgspec.json.decode(join(members), type=_Params)
+    blocks = sum(len(group) for group in params.remote_block_ids)
+    if not blocks or params.transfer_mode != "pull":
+        return None, token_ids
+    handle = Handle(
+        params=join(members),
+        engine_id=params.remote_engine_id,
+        request_id=params.remote_request_id,
+        tokens=params.remote_num_tokens,
+        blocks=blocks,
+        groups=len(params.remote_block_ids),
+        cached=params.remote_prefill_cached_tokens,
+        token_ids=token_ids,
+    )
+    return handle, token_ids
+
+
+def cut_handle(handle: Handle, blocks: int, block_size: int) -> bytes:
+    """The handle for its `blocks` leading blocks alone. P trims block lists from their front, so the token count and every
+    list must be cut together: cutting one of them reads KV of other positions."""
+    members: dict[str, Raw | bytes] = dict(_decode_members(handle.params))
+    groups = msgspec.json.decode(members["remote_block_ids"], type=list[list[int]])
+    members["remote_block_ids"] = _encode([group[:blocks] for group in groups])
+    members["remote_num_tokens"] = _encode(blocks * block_size)
+    return join(members)
+
+
+# --- what comes back -----------------------------------------------------------------------------------------------------
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts as an engine reports them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached(self) -> int | None:
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+
+def read_usage(raw: Raw | bytes | None) -> Usage | None:
+    if raw is None or bytes(raw) == b"null":
+        return None
+    return msgspec.json.decode(raw, type=Usage)
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+def read_choices(members: Members) -> list[_Choice]:
+    return msgspec.json.decode(members.get("choices", Raw(b"[]")), type=list[_Choice])
+
+
+def returned_prompt_ids(members: Members, choice: _Choice) -> tuple[int, ...] | None:
+    """The ids that the engine ran, where `return_token_ids` asked for them: chat has them at the top, completions per choice."""
+    if choice.prompt_token_ids is not None:
+        return choice.prompt_token_ids
+    return msgspec.json.decode(members.get("prompt_token_ids", Raw(b"null")), type=tuple[int, ...] | None)
+
+
+def client_answer(members: Members, *, keep_token_ids: bool, note: Mapping[str, object] | None) -> bytes:
+    """A whole answer as the client may see it: no transfer parameters, no ids that it did not ask for, our note in `usage`."""
+    out: dict[str, Raw | bytes] = {k: v for k, v in members.items() if k not in FORBIDDEN}
+    if not keep_token_ids:
+        if "prompt_token_ids" in out:
+            out["prompt_token_ids"] = b"null"
+        if "choices" in out:
+            out["choices"] = b"[" + b",".join(map(_without_ids, _decode_list(out["choices"]))) + b"]"
+    if note is not None and "usage" in out:
+        out["usage"] = with_note(out["usage"], note)
+    return join(out)
+
+
+def without_handles(data: bytes) -> bytes:
+    """A JSON body of any endpoint without transfer parameters, at the top or inside `response` (as the Responses API nests
+    them in its events). What is no JSON object stays as it is."""
+    try:
+        members: dict[str, Raw | bytes] = dict(split(data))
+    except MalformedBody:
+        return data
+    if bytes(members.get("response", b"")).startswith(b"{"):
+        members["response"] = without_handles(bytes(members["response"]))
+    return join({key: value for key, value in members.items() if key not in FORBIDDEN})
+
+
+def _without_ids(choice: Raw) -> bytes:
+    members = _decode_members(choice)
+    return join({k: b"null" if k in ("token_ids", "prompt_token_ids") else v for k, v in members.items()})
+
+
+def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
+    """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
+    if bytes(usage) == b"null":
+        return bytes(usage)
+    return join({**_decode_members(usage), EXTENSION: _encode(note)})
+
+
+def error_message(body: bytes) -> str:
+    """What an engine's error body says, shortened; the body itself when it has another shape."""
+    try:
+        decoded = _decode_any(body)
+        error = decoded["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    return str(text)[:500]

@@ -1,0 +1,70 @@
+"""HTTP clients that run on an embedded router, for any framework that takes one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Unpack
+
+import openai
+from backhaul_router.config import RouterConfig
+from backhaul_router.router import Router
+from backhaul_router.transport import make_async_transport, make_transport
+
+from ._options import RouterSettings, router_config
+
+EMBEDDED_URL = "http://embedded.backhaul.invalid/v1"
+"""Where embedded clients seem to send their requests: a name that cannot resolve, should one ever reach the network."""
+
+
+def http_client(
+    *,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    module: ModuleType | None = None,
+    engine_api_key: str | None = None,
+    **settings: Unpack[RouterSettings],
+) -> Any:
+    """A `Client` of `module` (`httpx2` or `httpx`; by default the one that the installed openai is built on) whose
+    requests an embedded router answers, whatever their host. Closing it releases what the engines hold.
+
+    `settings` are those of `RouterConfig`. Raises `ConfigError`."""
+    config = router_config("http_client", prefill, decode, engine_api_key, settings)
+    return embedded_client(config, module or openais_http_module())
+
+
+def async_http_client(
+    *,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    module: ModuleType | None = None,
+    engine_api_key: str | None = None,
+    **settings: Unpack[RouterSettings],
+) -> Any:
+    """The same as an `AsyncClient`."""
+    config = router_config("async_http_client", prefill, decode, engine_api_key, settings)
+    return embedded_async_client(config, module or openais_http_module())
+
+
+def embedded_client(config: RouterConfig, module: ModuleType) -> Any:
+    return module.Client(transport=make_transport(Router(config), module), **_defaults(module))
+
+
+def embedded_async_client(config: RouterConfig, module: ModuleType) -> Any:
+    return module.AsyncClient(transport=make_async_transport(Router(config), module), **_defaults(module))
+
+
+def openais_http_module() -> ModuleType:
+    """`httpx2` for openai 3, `httpx` for openai 2."""
+    return importlib.import_module(openai.DefaultHttpxClient.mro()[1].__module__.partition(".")[0])
+
+
+def _defaults(module: ModuleType) -> dict[str, Any]:
+    """What openai sets for its own clients; and nothing from the environment, such as proxies and netrc."""
+    return {
+        "base_url": EMBEDDED_URL,
+        "timeout": module.Timeout(timeout=600.0, connect=5.0),
+        "follow_redirects": True,
+        "trust_env": False,
+    }

@@ -1,0 +1,664 @@
+"""The engines' HTTP client against servers that speak raw bytes, and misbehave on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from backhaul_router import aiohttp_client
+from backhaul_router.aiohttp_client import AiohttpClient
+from backhaul_router.engine_client import EngineCall, EngineFailure, FailureKind
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+PATH = "/v1/chat/completions"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Peer:
+    """The engine's end of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def request(self) -> tuple[str, dict[str, str], bytes]:
+        """Request line, headers with names in lower case, body."""
+        line, *fields = (await self._reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        headers = {name.lower(): value for name, value in (field.split(": ", 1) for field in fields)}
+        return line, headers, await self._reader.readexactly(int(headers.get("content-length", 0)))
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def gone(self) -> None:
+        """Returns when the client has closed the connection."""
+        try:
+            while await self._reader.read(2**16):
+                pass
+        except ConnectionResetError:
+            pass
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+    def reset(self) -> None:
+        """Closes with a TCP reset."""
+        linger_for_no_time = b"\1\0\0\0\0\0\0\0"
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_for_no_time)
+        self._writer.transport.abort()
+
+
+@asynccontextmanager
+async def engine(
+    behave: Callable[[Peer], Awaitable[None]], *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Serves each connection with `behave` and then closes it. Yields the base URL."""
+    connections: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await behave(Peer(reader, writer))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client has left
+        finally:
+            connections.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(serve, host, 0, ssl=tls)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+
+def answering(*answers: bytes) -> Callable[[Peer], Awaitable[None]]:
+    """An engine that gives one answer to each request of a connection, and then closes it."""
+
+    async def behave(peer: Peer) -> None:
+        for answer in answers:
+            await peer.request()
+            await peer.send(answer)
+
+    return behave
+
+
+def post(base: str, body: bytes = b"{}", *, timeout_s: float = 30.0, **headers: str) -> EngineCall:
+    return EngineCall(base + PATH, body, headers, timeout_s)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[AiohttpClient]:
+    client = AiohttpClient(connect_timeout_s=10.0)
+    yield client
+    await client.aclose()
+
+
+async def failure_of(awaitable: Awaitable[object]) -> EngineFailure:
+    with pytest.raises(EngineFailure) as caught:
+        await awaitable
+    return caught.value
+
+
+# What is sent
+
+
+async def test_a_body_makes_it_a_post_of_json_and_none_a_get(client):
+    seen = []
+
+    async def behave(peer: Peer) -> None:
+        for _ in range(2):
+            seen.append(await peer.request())
+            await peer.send(OK)
+
+    async with engine(behave) as base:
+        await client.call(post(base, b'{"a": 1}'))
+        await client.call(EngineCall(f"{base}/v1/models?x=1"))
+    (posted, headers, body), (got, got_headers, _) = seen
+    assert (posted, body) == (f"POST {PATH} HTTP/1.1", b'{"a": 1}')
+    assert headers["content-type"] == "application/json"
+    assert headers["accept-encoding"] == "identity"
+    assert got == "GET /v1/models?x=1 HTTP/1.1"
+    assert "content-type" not in got_headers
+    assert "authorization" not in headers
+
+
+async def test_the_api_key_replaces_whatever_authorization_the_caller_passes():
+    seen = {}
+
+    async def behave(peer: Peer) -> None:
+        seen.update((await peer.request())[1])
+        await peer.send(OK)
+
+    client = AiohttpClient(api_key="sk-engine")
+    async with engine(behave) as base:
+        await client.call(post(base, authorization="Bearer sk-client"))
+    await client.aclose()
+    assert seen["authorization"] == "Bearer sk-engine"
+
+
+async def test_headers_about_the_callers_own_connection_are_not_passed_on(client):
+    seen = {}
+
+    async def behave(peer: Peer) -> None:
+        _, headers, body = await peer.request()
+        seen.update(headers, body=body)
+        await peer.send(OK)
+
+    async with engine(behave) as base:
+        headers = {"Content-Length": "1", "Transfer-Encoding": "chunked", "Host": "elsewhere", "X-Request-Id": "r1"}
+        await client.call(EngineCall(base + PATH, b"12345", headers))
+        assert seen["host"] == base.removeprefix("http://")
+    assert seen["body"] == b"12345"
+    assert seen["x-request-id"] == "r1"
+
+
+async def test_a_body_of_many_megabytes_arrives_whole(client):
+    body = bytes(range(256)) * 2**15
+    received = []
+
+    async def behave(peer: Peer) -> None:
+        received.append((await peer.request())[2])
+        await peer.send(OK)
+
+    async with engine(behave) as base:
+        await client.call(post(base, body))
+    assert received == [body]
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("status", [200, 307, 404, 500])
+async def test_any_status_is_an_answer_and_redirects_are_not_followed(client, status):
+    head = b"HTTP/1.1 %d Some\r\nLocation: /other\r\nX-Two: a\r\nx-two: b\r\nContent-Length: 4\r\n\r\n" % status
+    async with engine(answering(head + b"body")) as base:
+        answer = await client.call(post(base))
+    assert (answer.status, answer.body) == (status, b"body")
+    assert answer.headers == {"location": "/other", "x-two": "a, b", "content-length": "4"}
+
+
+async def test_cookies_are_not_sent_back(client):
+    seen = []
+
+    async def behave(peer: Peer) -> None:
+        for _ in range(2):
+            seen.append((await peer.request())[1])
+            await peer.send(OK.replace(b"\r\n\r\n", b"\r\nSet-Cookie: a=b\r\n\r\n"))
+
+    async with engine(behave) as base:
+        await client.call(post(base))
+        await client.call(post(base))
+    assert ["cookie" in headers for headers in seen] == [False, False]
+
+
+async def test_a_stream_hands_each_chunk_over_before_the_next_one_is_sent(client):
+    handed_over: asyncio.Queue[bytes] = asyncio.Queue()
+    events = [b"data: %d\n\n" % i for i in range(5)]
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        for event in events:
+            await peer.send(chunk(event))
+            assert await handed_over.get() == event
+        await peer.send(LAST_CHUNK)
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base))
+        assert (stream.status, stream.headers["content-type"]) == (200, "text/event-stream")
+        async for data in stream:
+            handed_over.put_nowait(data)
+    assert handed_over.empty()
+
+
+async def test_events_of_a_megabyte_and_chunks_of_a_byte_pass_unchanged(client):
+    large = b"data: " + bytes(range(256)) * 2**12 + b"\n\n"
+    small = [b"%d" % (i % 10) for i in range(5000)]
+    wire = CHUNKED + chunk(large) + b"".join(chunk(byte) for byte in small) + chunk(large) + LAST_CHUNK
+    async with engine(answering(wire)) as base:
+        stream = await client.open(post(base))
+        assert b"".join([data async for data in stream]) == large + b"".join(small) + large
+
+
+async def test_compressed_bytes_are_not_touched(client):
+    wire = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\n\x1f\x8bnot"
+    async with engine(answering(wire)) as base:
+        answer = await client.call(post(base))
+    assert (answer.headers["content-encoding"], answer.body) == ("gzip", b"\x1f\x8bnot")
+
+
+# Connections
+
+
+async def test_a_connection_is_used_again_after_an_answer_and_after_a_stream_read_to_its_end(client):
+    connections = []
+
+    async def behave(peer: Peer) -> None:
+        connections.append(peer)
+        await answering(OK, CHUNKED + chunk(b"x") + LAST_CHUNK, OK)(peer)
+
+    async with engine(behave) as base:
+        await client.call(post(base))
+        stream = await client.open(post(base))
+        assert [data async for data in stream] == [b"x"]
+        await stream.aclose()
+        await client.call(post(base))
+    assert len(connections) == 1
+
+
+async def test_closing_a_stream_before_its_end_closes_its_connection_at_once(client):
+    noticed = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED + chunk(b"first"))
+        await peer.gone()
+        noticed.set()
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base))
+        assert await anext(stream) == b"first"
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            await noticed.wait()
+        assert (await failure_of(anext(stream))).kind is FailureKind.BROKEN
+
+
+@pytest.mark.parametrize("head", [b"", CHUNKED], ids=["before the head", "before a chunk"])
+async def test_cancelling_the_wait_closes_the_connection(client, head):
+    waiting, noticed = asyncio.Event(), asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(head)
+        waiting.set()
+        await peer.gone()
+        noticed.set()
+
+    async with engine(behave) as base:
+        call = asyncio.create_task(client.call(post(base)))
+        await waiting.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        async with asyncio.timeout(10):
+            await noticed.wait()
+
+
+async def test_an_idle_connection_that_the_engine_closed_is_not_used(client):
+    async def behave(peer: Peer) -> None:
+        await answering(OK)(peer)
+        await peer.close()
+        closed.set()
+
+    async with engine(behave) as base:
+        for _ in range(3):
+            closed = asyncio.Event()
+            assert (await client.call(post(base))).body == b"ok"
+            await closed.wait()
+            for _ in range(5):
+                await asyncio.sleep(0)  # the FIN is in the client's socket by now: the loop has to see it
+
+
+async def test_a_post_on_a_kept_connection_that_closes_unanswered_is_not_sent_again(client):
+    posts = []
+
+    async def behave(peer: Peer) -> None:
+        posts.append(await peer.request())
+        await peer.send(OK)
+        posts.append(await peer.request())
+
+    async with engine(behave) as base:
+        await client.call(post(base))
+        failure = await failure_of(client.call(post(base)))
+    assert failure.kind is FailureKind.BROKEN
+    assert len(posts) == 2
+
+
+async def test_idle_connections_are_closed_from_this_side(client, monkeypatch):
+    monkeypatch.setattr(aiohttp_client, "KEEPALIVE_S", 0.05)
+    noticed = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await answering(OK)(peer)
+        await peer.gone()
+        noticed.set()
+
+    async with engine(behave) as base:
+        await client.call(post(base))
+        async with asyncio.timeout(10):
+            await noticed.wait()
+
+
+# Failures: each says whether the engine can have seen the request, where, and what happened
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_nothing_listening_is_refused(client):
+    url = f"http://127.0.0.1:{unused_port()}"
+    failure = await failure_of(client.call(post(url)))
+    assert failure.kind is FailureKind.REFUSED
+    assert failure.message == f"{url}{PATH}: cannot connect (connection refused)"
+
+
+async def test_a_name_that_does_not_resolve_is_refused(client):
+    failure = await failure_of(client.open(post("http://engine.invalid:8100")))
+    assert failure.kind is FailureKind.REFUSED
+    assert failure.message.startswith(f"http://engine.invalid:8100{PATH}: cannot resolve the host's name (")
+
+
+async def test_a_tls_handshake_that_hangs_is_refused_after_the_connect_timeout():
+    client = AiohttpClient(connect_timeout_s=0.1)
+    async with engine(Peer.gone) as base:
+        url = base.replace("http:", "https:")
+        failure = await failure_of(client.call(post(url)))
+    await client.aclose()
+    assert failure.kind is FailureKind.REFUSED
+    assert failure.message == f"{url}{PATH}: no connection within 0.1 s"
+
+
+async def test_tls_to_an_engine_without_it_is_refused(client):
+    async def behave(peer: Peer) -> None:
+        await peer.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    async with engine(behave) as base:
+        failure = await failure_of(client.call(post(base.replace("http:", "https:"))))
+    assert failure.kind is FailureKind.REFUSED
+    assert "the TLS handshake failed" in failure.message
+
+
+async def test_a_full_pool_is_refused_after_the_connect_timeout():
+    client = AiohttpClient(connect_timeout_s=0.5, pool_limit=1)
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        await peer.gone()
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base))
+        failure = await failure_of(client.call(post(base)))
+        await stream.aclose()
+    await client.aclose()
+    assert failure.kind is FailureKind.REFUSED
+    assert failure.message.endswith("no connection within 0.5 s (of at most 1 at a time)")
+
+
+async def test_a_call_is_limited_as_a_whole_even_while_bytes_arrive(client):
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        while True:
+            await peer.send(chunk(b"."))
+            await asyncio.sleep(0.01)
+
+    async with engine(behave) as base:
+        failure = await failure_of(client.call(post(base, timeout_s=0.2)))
+    assert failure.kind is FailureKind.TIMEOUT
+    assert failure.message == f"{base}{PATH}: no complete answer within 0.2 s"
+
+
+async def test_a_stream_may_last_longer_than_its_timeout_while_bytes_arrive(client):
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            await peer.send(chunk(b"."))
+        await peer.send(LAST_CHUNK)
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base, timeout_s=0.6))
+        assert b"".join([data async for data in stream]) == b"." * 8
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [(b"", "no answer began within 0.5 s"), (CHUNKED + chunk(b"x"), "the answer fell silent for 0.5 s before its end")],
+    ids=["before the head", "between chunks"],
+)
+async def test_silence_of_a_stream_times_out_and_closes_the_connection(client, sent, message):
+    noticed = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(sent)
+        await peer.gone()
+        noticed.set()
+
+    async def read(call: EngineCall) -> None:
+        async for _ in await client.open(call):
+            pass
+
+    async with engine(behave) as base:
+        failure = await failure_of(read(post(base, timeout_s=0.5)))
+        async with asyncio.timeout(10):
+            await noticed.wait()
+    assert failure.kind is FailureKind.TIMEOUT
+    assert failure.message == f"{base}{PATH}: {message}"
+
+
+async def test_an_engine_that_never_reads_the_request_times_out(client):
+    release = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await release.wait()
+
+    async with engine(behave) as base:
+        failure = await failure_of(client.open(post(base, b"x" * 2**25, timeout_s=0.2)))
+        release.set()
+    assert failure.kind is FailureKind.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b"", "the engine closed the connection without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "the engine closed the connection without an answer"),
+        (b"SSH-2.0-server\r\n\r\n", "the answer is not valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", "the connection ended before the answer was complete"),
+        (CHUNKED + chunk(b"x"), "the connection ended before the answer was complete"),
+        (CHUNKED + b"5\r\nab", "the connection ended before the answer was complete"),
+        (CHUNKED + chunk(b"x") + b"no size\r\n", "the answer is not valid HTTP"),
+    ],
+    ids=["nothing", "half a head", "no HTTP", "short body", "no last chunk", "half a chunk", "no chunk"],
+)
+async def test_an_answer_that_ends_early_or_is_no_http_is_broken(client, sent, message):
+    async with engine(answering(sent)) as base:
+        failure = await failure_of(client.call(post(base)))
+    assert failure.kind is FailureKind.BROKEN
+    assert failure.message == f"{base}{PATH}: {message}"
+
+
+@pytest.mark.parametrize("sent", [b"", CHUNKED + chunk(b"x")], ids=["before the head", "in the body"])
+async def test_a_reset_connection_is_broken(client, sent):
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(sent)
+        peer.reset()
+
+    async with engine(behave) as base:
+        failure = await failure_of(client.call(post(base)))
+    assert failure.kind is FailureKind.BROKEN
+
+
+async def test_a_stream_that_breaks_hands_over_what_arrived_before(client):
+    handed_over = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await answering(CHUNKED + chunk(b"first"))(peer)
+        await handed_over.wait()
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base))
+        assert await anext(stream) == b"first"
+        handed_over.set()
+        assert (await failure_of(anext(stream))).kind is FailureKind.BROKEN
+
+
+async def test_messages_hold_neither_query_nor_headers_nor_bodies(client):
+    async with engine(answering(b"secret-answer\r\n\r\n")) as base:
+        call = EngineCall(f"{base}{PATH}?token=secret-query", b"secret-body", {"X-Key": "secret-header"})
+        failure = await failure_of(client.call(call))
+    assert failure.message == f"{base}{PATH}: the answer is not valid HTTP"
+
+
+# Addresses
+
+CERTIFICATE = Path(__file__).with_name("localhost.pem")
+"""Self-signed, for localhost, with its key: for these tests only."""
+
+
+def server_tls() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    return context
+
+
+async def test_an_unknown_certificate_is_refused(client):
+    async with engine(answering(OK), tls=server_tls()) as base:
+        failure = await failure_of(client.call(post(base)))
+    assert failure.kind is FailureKind.REFUSED
+    assert "the TLS certificate is not valid (" in failure.message
+
+
+async def test_https_with_a_certificate_that_the_system_trusts():
+    program = f"""
+import asyncio, sys
+from backhaul_router.aiohttp_client import AiohttpClient
+from backhaul_router.engine_client import EngineCall
+
+async def main():
+    client = AiohttpClient()
+    answer = await client.call(EngineCall(sys.argv[1] + {PATH!r}, b"{{}}"))
+    await client.aclose()
+    print(answer.body.decode())
+
+asyncio.run(main())
+"""
+    async with engine(answering(OK), tls=server_tls()) as base:
+        ran = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-W", "error", "-c", program, base],
+            env={"SSL_CERT_FILE": str(CERTIFICATE)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (ran.stdout, ran.stderr) == ("ok\n", "")
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", *(["::1"] if has_ipv6() else [])])
+async def test_numeric_addresses_of_either_family(client, host):
+    async with engine(answering(OK), host=host) as base:
+        assert (await client.call(post(base))).body == b"ok"
+
+
+# Event loops, threads, the end
+
+
+async def test_one_client_serves_loops_that_come_and_go_and_leaves_nothing_open_in_them(client):
+    ended: asyncio.Queue[int] = asyncio.Queue()
+
+    async def behave(peer: Peer) -> None:
+        await answering(OK)(peer)
+        await peer.gone()
+        ended.put_nowait(1)
+
+    async with engine(behave) as base:
+        for _ in range(3):
+            answer = await asyncio.to_thread(asyncio.run, client.call(post(base)))
+            assert answer.body == b"ok"
+            async with asyncio.timeout(10):
+                await ended.get()
+    gc.collect()  # finds unclosed sockets, if there are any, which fails the test
+    assert repr(client) == "<AiohttpClient event_loops=1>"
+
+
+async def test_a_client_that_was_dropped_leaves_nothing_open():
+    ended = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await answering(OK)(peer)
+        await peer.gone()
+        ended.set()
+
+    async with engine(behave) as base:
+        await AiohttpClient().call(post(base))
+        gc.collect()
+        async with asyncio.timeout(10):
+            await ended.wait()
+
+
+async def test_two_loops_at_once(client):
+    async with engine(answering(OK)) as base:
+        answers = await asyncio.gather(
+            client.call(post(base)),
+            asyncio.to_thread(asyncio.run, client.call(post(base))),
+            client.call(post(base)),
+        )
+    assert [answer.body for answer in answers] == [b"ok"] * 3
+
+
+async def test_closing_ends_what_is_in_progress_here_and_in_other_loops():
+    client = AiohttpClient()
+    waiting: asyncio.Queue[int] = asyncio.Queue()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        waiting.put_nowait(1)
+        await peer.gone()
+
+    async with engine(behave) as base:
+        here = asyncio.create_task(failure_of(client.call(post(base))))
+        elsewhere = asyncio.create_task(asyncio.to_thread(asyncio.run, failure_of(client.call(post(base)))))
+        await waiting.get()
+        await waiting.get()
+        await client.aclose()
+        async with asyncio.timeout(10):
+            failures = [await here, await elsewhere]
+        with pytest.raises(RuntimeError, match="this client is closed"):
+            await client.call(post(base))
+    assert [failure.kind for failure in failures] == [FailureKind.BROKEN, FailureKind.BROKEN]
+
+
+async def test_closing_twice_or_unused_is_fine():
+    client = AiohttpClient()
+    await client.aclose()
+    await client.aclose()

