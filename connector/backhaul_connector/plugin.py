@@ -17,24 +17,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.machinery
 import inspect
 import logging
 import re
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
+from . import nixl_progress
+from .on_import import change_on_import
+
 VERSION = 1
 """Of what is put under `kv_transfer_params.backhaul`."""
 KNOWN_VLLM = ((0, 32), (0, 33))
 
-logger = logging.getLogger("vllm.backhaul_connector.plugin")  # below "vllm", whose handlers show it in the engine's log
+logger = logging.getLogger("vllm.backhaul_connector")  # below "vllm", whose handlers show it in the engine's log
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,13 @@ TARGETS = (
 def register() -> None:
     """The entry point. May be called several times in a process; raises nothing, since vLLM would end with it."""
     try:
+        nixl_progress.register()
         installed = str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
         if not known(installed):
             logger.warning("Backhaul does not know vLLM %s: streams are left as they are", installed)
             return
         for target in TARGETS:
-            if target.module in sys.modules:
-                patch(sys.modules[target.module], target)
-        if not any(isinstance(finder, _PatchOnImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _PatchOnImport())
+            change_on_import(target.module, functools.partial(patch, target=target))
     except Exception:
         logger.exception("Backhaul's plugin could not be set up: streams are left as they are")
 
@@ -84,31 +83,6 @@ def known(version: str) -> bool:
     """Whether this is a vLLM whose streams were looked at: 0.32 or 0.33."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) in KNOWN_VLLM
-
-
-class _PatchOnImport(importlib.abc.MetaPathFinder):
-    """Changes the targets when, and only in processes where, they are imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        wanted = next((t for t in TARGETS if t.module == fullname), None)
-        if wanted is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            try:
-                patch(module, wanted)
-            except Exception:
-                logger.exception("Backhaul could not change %s: its streams are left as they are", fullname)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 _patched: set[str] = set()

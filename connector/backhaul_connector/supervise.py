@@ -1,6 +1,6 @@
 """Keeps one engine, and leaves no process behind whatever happens to the launcher.
 
-    python -S supervise.py LOG GRACE_S COMMAND...
+    python -I -S supervise.py LOG GRACE_S COMMAND...
 
 vLLM forks an engine core and workers, so a signal to one process does not end an engine. This process sits between
 launcher and engine: a session of its own (Ctrl-C in the launcher's terminal does not reach it), and a subreaper (every
@@ -10,8 +10,7 @@ process that the engine starts stays its descendant, even when the one between d
 - it gets SIGTERM,
 - the engine's first process exits, for then the rest is of no use.
 
-Its standard output has one line: the process id of the engine's first process. It exits as the engine did, and only
-when no descendant is left. Standard library only, and quick to import.
+It exits as the engine did, and only when no descendant is left. Standard library only, and quick to import.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class Supervisor:
                 self.status = status
 
 
-TRACKER_GRACE_S = 2.0
+TRACKER_GRACE_S = 10.0
 
 
 def _is_resource_tracker(pid: int) -> bool:
@@ -126,9 +125,7 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def main(log: str, grace_s: str, *command: str) -> int:
-    supervisor = Supervisor(list(command), log, float(grace_s))
-    os.write(1, b"%d\n" % supervisor.pid)
-    return supervisor.run()
+    return Supervisor(list(command), log, float(grace_s)).run()
 
 
 if __name__ == "__main__":

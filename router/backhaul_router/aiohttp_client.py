@@ -196,7 +196,10 @@ class AiohttpStream:
                 FailureKind.TIMEOUT,
                 f"{_name(self._url)}: the answer fell silent for {self._silence_s:g} s before its end",
             ) from None
-        except (aiohttp.ClientError, HttpProcessingError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, RuntimeError) as error:
+            connection = self._response.connection
+            if isinstance(error, RuntimeError) and not (connection is None or connection.closed):
+                raise  # two tasks wait for chunks of one stream; what aiohttp says of closed ones is a RuntimeError too
             what = "the answer was cut off on this side" if self._aborted else _how_it_broke(error)
             self.abort()
             raise EngineFailure(FailureKind.BROKEN, f"{_name(self._url)}: {what}") from error
@@ -273,6 +276,8 @@ def _how_it_broke(error: Exception) -> str:
             return "the connection ended before the answer was complete"
         case aiohttp.ClientResponseError() | HttpProcessingError():
             return "the answer is not valid HTTP"
+        case RuntimeError():
+            return "the connection is closed"
         case OSError():
             return f"the connection broke ({_reason(error)})"
         case _:

@@ -10,6 +10,11 @@ from .errors import ConfigError
 from .report import Route
 
 
+_TOKENS = ("kv_recompute_threshold", "local_max_tokens")
+_SECONDS = ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s")
+_COUNTS = ("max_body_bytes", "max_conversations", "max_branches")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """Settings of one router. Names and defaults are those that vLLM publishes, where it has them."""
@@ -63,19 +68,16 @@ class RouterConfig:
                 object.__setattr__(self, "route", Route(self.route))
             except ValueError:
                 raise ConfigError(f"route={self.route!r}: use one of {', '.join(Route)}") from None
-        for field in ("kv_recompute_threshold", "local_max_tokens"):
+        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s"):
+            if not isinstance(getattr(self, field), int | float):
+                raise ConfigError(f"{field}={getattr(self, field)!r} is not a number")
+        for field in _TOKENS:
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of tokens, 0 or more")
-        for field in (
-            "decoder_kv_blocks_ttl",
-            "prefill_timeout_s",
-            "decode_timeout_s",
-            "connect_timeout_s",
-            "max_idle_s",
-        ):
+        for field in _SECONDS:
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of seconds above 0")
-        for field in ("max_body_bytes", "max_conversations", "max_branches"):
+        for field in _COUNTS:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)}: 1 or more")
         if not 0 <= self.lease_margin_s < self.decoder_kv_blocks_ttl:

@@ -6,6 +6,7 @@ What an engine *is* (`Engine`) is asked once and frozen; what changes (`Fleet`) 
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ import msgspec
 
 from .errors import ConfigError
 from .report import ReuseReport
+from .wire import process_of
 
 SUPPORTED = ((0, 32), (0, 33))
 """vLLM versions (major, minor) whose wire protocol is known: 0.32 is run in the tests, 0.33 was read."""
@@ -92,9 +94,7 @@ def check_version(url: str, version: str) -> None:
 
 def check_fit(engines: Iterable[Engine]) -> None:
     """Raises `ConfigError` when two engines cannot exchange KV."""
-    engines = list(engines)
-    first = engines[0]
-    for other in engines[1:]:
+    for first, other in itertools.combinations(engines, 2):
         if not set(first.models) & set(other.models):
             raise ConfigError(
                 f"{first} serves {', '.join(first.models)} and {other} serves {', '.join(other.models)}: "
@@ -200,7 +200,7 @@ class Fleet:
     def saw_engine_id(self, engine: Engine, engine_id: str) -> str | None:
         """Notes the id in an engine's newest handle. Returns the id before, when the engine has restarted since: its
         blocks are gone. Data-parallel ranks differ by a suffix and are no restart."""
-        base = re.sub(r"_dp\d+$", "", engine_id)
+        base = process_of(engine_id)
         with self._lock:
             before = self._engine_ids.get(engine.url)
             self._engine_ids[engine.url] = base
@@ -209,7 +209,7 @@ class Fleet:
     def made_by_current(self, decode: str, engine_id: str) -> bool:
         """Whether a handle's engine is configured and, as far as is known, still the same process."""
         known = self._engine_ids.get(decode)
-        return decode in self._by_url and (known is None or known == re.sub(r"_dp\d+$", "", engine_id))
+        return decode in self._by_url and (known is None or known == process_of(engine_id))
 
     def learn_prefill(self, engine: Engine, ms: float, computed: int) -> None:
         """Notes what a cold prefill cost."""

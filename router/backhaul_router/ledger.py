@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from . import digests
 from .report import Reason
-from .wire import Handle
+from .wire import Handle, process_of
 
 _numbers = itertools.count(1)
 
@@ -114,7 +114,7 @@ class MemoryLedger:
         self._max_idle_s = max_idle_s
         self._conversations: OrderedDict[Key, _Conversation] = OrderedDict()
         self._keys: dict[tuple[str, str], set[Key]] = {}
-        self._deadlines: list[tuple[float, int, Key, str]] = []
+        self._deadlines: list[tuple[float, Key, str]] = []
         self._generations = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -159,6 +159,7 @@ class MemoryLedger:
             return ()
         with self._lock:
             if self._replace(key, taken, held=taken.held, missing=None):
+                self._watch(key, taken.held)  # its deadline may have passed meanwhile
                 return ()
             return (taken.held,)
 
@@ -178,14 +179,14 @@ class MemoryLedger:
             if conversation is None or conversation.generation != taken.generation:
                 return _handles([branch])
             conversation.seen = now
+            self._conversations.move_to_end(key)
             drop: tuple[Held, ...] = ()
             index = self._index(conversation, taken.branch)
             if index is not None and taken.common:
                 drop = _handles([conversation.branches.pop(index)])
             conversation.branches.append(branch)
             if branch.held is not None:
-                request_id = branch.held.handle.request_id
-                heapq.heappush(self._deadlines, (branch.held.deadline, branch.number, key, request_id))
+                self._watch(key, branch.held)
             if len(conversation.branches) > self._max_branches:
                 drop += _handles([conversation.branches.pop(0)])
             return drop
@@ -207,14 +208,16 @@ class MemoryLedger:
                     break
                 drop += self._close(key)
             while self._deadlines and self._deadlines[0][0] <= now:
-                _, _, key, request_id = heapq.heappop(self._deadlines)
+                _, key, request_id = heapq.heappop(self._deadlines)
                 drop += self._drop(key, lambda held: held.handle.request_id == request_id, Reason.EXPIRED)  # noqa: B023
         return drop
 
     def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
-        """Drops the handles that an earlier process of a decode engine made; there is nothing to release."""
+        """Drops the handles that an earlier process of a decode engine made (`engine_id` as `process_of` has it); there is
+        nothing to release."""
         return self._drop_everywhere(
-            lambda held: held.decode == decode and held.handle.engine_id == engine_id, Reason.ENGINE_CHANGED
+            lambda held: held.decode == decode and process_of(held.handle.engine_id) == engine_id,
+            Reason.ENGINE_CHANGED,
         )
 
     def flush(self) -> tuple[Held, ...]:
@@ -233,6 +236,9 @@ class MemoryLedger:
                 conversation.branches[index] = dataclasses.replace(branch, held=None, missing=reason)
                 dropped.append(branch.held)
         return tuple(dropped)
+
+    def _watch(self, key: Key, held: Held) -> None:
+        heapq.heappush(self._deadlines, (held.deadline, key, held.handle.request_id))
 
     def _open(self, key: Key, now: float) -> tuple[_Conversation, tuple[Held, ...]]:
         conversation = self._conversations.get(key)

@@ -111,11 +111,12 @@ def _offer(prompt: Prompt, taken: Taken, config: RouterConfig, no_proof: bool) -
 
 
 def _uncached(prompt: Prompt, branch: Branch) -> int:
-    """Tokens that D lacks: exact where both sequences are known, else estimated by the history's growth in bytes."""
+    """Tokens that D lacks, at least the last: exact where both sequences are known, else estimated by the history's growth
+    in bytes."""
     if prompt.tokens is not None and branch.blocks and prompt.block_size == branch.block_size:
-        return prompt.tokens - digests.common(prompt.blocks, branch.blocks) * branch.block_size
+        return max(1, prompt.tokens - digests.common(prompt.blocks, branch.blocks) * branch.block_size)
     per_token = branch.message_bytes / branch.tokens if branch.tokens else 4.0
-    return max(0, round((prompt.message_bytes - branch.message_bytes) / max(per_token, 0.1)))
+    return max(1, round((prompt.message_bytes - branch.message_bytes) / max(per_token, 0.1)))
 
 
 def _history_is_safe(taken: Taken, blocks: int) -> bool:

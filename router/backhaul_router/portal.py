@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 _T = TypeVar("_T")
@@ -76,8 +76,8 @@ class Portal:
 _lock = threading.RLock()
 _portal: Portal | None = None
 _open: set[Closeable] = set()
-_lost: list[Portal] = []
-"""Portals of the parent process: kept, so that nothing closes the selector that the fork shares with the parent."""
+_lost: list[object] = []
+"""What a forked child has of its parent's: kept, so that no finalizer touches the selectors and sockets that both share."""
 _exiting = False
 
 
@@ -102,6 +102,11 @@ def running() -> bool:
     return True
 
 
+def exiting() -> bool:
+    """Whether the interpreter's exit has begun, which closes everything by itself."""
+    return _exiting
+
+
 def close_at_exit(thing: Closeable) -> None:
     """Closes `thing` when the interpreter exits, unless `closed` says before that it is not needed."""
     _open.add(thing)
@@ -109,6 +114,11 @@ def close_at_exit(thing: Closeable) -> None:
 
 def closed(thing: Closeable) -> None:
     _open.discard(thing)
+
+
+def abandon(thing: object) -> None:
+    """Forgets something of the parent process without finalizing it."""
+    _lost.append(thing)
 
 
 def close_soon(thing: Closeable, owner_pid: int) -> None:
@@ -120,12 +130,12 @@ def close_soon(thing: Closeable, owner_pid: int) -> None:
 
 
 async def close_all(things: Iterable[Closeable]) -> None:
-    await all_within_limit({f"closing {thing!r}": thing.aclose() for thing in things})
+    await all_within_limit((f"closing {thing!r}", thing.aclose()) for thing in things)
 
 
-async def all_within_limit(work: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+async def all_within_limit(work: Iterable[tuple[str, Coroutine[Any, Any, None]]]) -> None:
     """Runs everything side by side within `CLOSE_LIMIT_S`. Failures are logged: there is nobody to raise them to."""
-    tasks = {asyncio.ensure_future(coroutine): name for name, coroutine in work.items()}
+    tasks = {asyncio.ensure_future(coroutine): name for name, coroutine in work}
     if not tasks:
         return
     done, late = await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
@@ -168,7 +178,7 @@ def _close_at_exit() -> None:
 def _start_anew_in_child() -> None:
     global _portal, _lock
     if _portal is not None:
-        _lost.append(_portal)
+        abandon(_portal)
     _portal = None
     _lock = threading.RLock()
     _open.clear()

@@ -47,12 +47,13 @@ from .probe import Unreachable, describe
 from .report import Reason, ReuseReport, Route
 from .scope import ConversationScope
 from .sse import EventSplitter, data_of
-from .turn import Done, State, Turn
+from .turn import Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
 
 _RELEASE_TIMEOUT_S = 5.0
 _PROBE_AGAIN_S = 10.0
+_LAST_LOOK_S = 0.01
 _FORWARDED_HEADERS = ("traceparent", "tracestate")
 _GET = ("/v1/models", "/health", "/version")
 _POST = (
@@ -259,7 +260,10 @@ class Router:
         engine = self.fleet.pick(Role.DECODE)
         if engine is None:
             return _error(503, "no decode engine is configured", code="no_engine")
-        body = wire.without_handles(request.body) if request.method == "POST" else None
+        try:
+            body = wire.passed_body(request.body) if request.method == "POST" else None
+        except wire.MalformedBody as error:
+            return _error(400, str(error), code="malformed_body")
         call = EngineCall(
             engine.url + request.path, body, self._engine_headers(headers, None), self.config.decode_timeout_s
         )
@@ -281,7 +285,7 @@ class Router:
     async def settled(self) -> None:
         """Returns when the releases that this event loop has begun are done."""
         loop = asyncio.get_running_loop()
-        while tasks := [task for task in self._background if task.get_loop() is loop]:
+        while tasks := [task for task in tuple(self._background) if task.get_loop() is loop]:
             await asyncio.wait(tasks)
 
     async def aclose(self) -> None:
@@ -375,6 +379,7 @@ class _Run:
         self._chunks: AsyncIterator[bytes] | None = None
         self._decoding: Engine | None = None
         self._calls = 0
+        self._reading = False
 
     async def start(self) -> Reply:
         """Drives the turn until its reply has a head."""
@@ -401,11 +406,29 @@ class _Run:
 
     async def aclose(self) -> None:
         """Ends the turn wherever it is; the engines notice at once."""
+        await self._look_once_more()
         state = self._state
         self._state = Done()
         if not isinstance(state, Done):
             self._perform(state.abandon(self._router.clock()))
         await self._close_stream(drain=isinstance(state, Done))
+
+    async def _look_once_more(self) -> None:
+        """Reads what an engine has sent already. A client that leaves at the last token would leave its handle unread in
+        there, pinned until the TTL."""
+        until = self._router.clock() + _LAST_LOOK_S
+        while isinstance(self._state, Relaying) and self._chunks is not None and not self._reading:
+            if self._router.clock() > until:
+                return
+            try:
+                event = Chunk(await asyncio.wait_for(anext(self._chunks), _LAST_LOOK_S / 4))
+            except (TimeoutError, StopAsyncIteration, EngineFailure):
+                return
+            state, actions = self._state.next(event, self._router.clock())
+            if not isinstance(state, Done | Relaying):
+                return
+            self._state = state
+            self._perform(actions)
 
     async def _advance(self) -> None:
         state = self._state
@@ -460,12 +483,15 @@ class _Run:
     async def _read(self) -> Event:
         if self._chunks is None:
             raise AssertionError("read before open")
+        self._reading = True
         try:
             return Chunk(await anext(self._chunks))
         except StopAsyncIteration:
             return Ended()
         except EngineFailure as failure:
             return Failed(failure.kind, f"{self._decoding}: {failure.message}")
+        finally:
+            self._reading = False
 
     def _next_headers(self) -> dict[str, str]:
         """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""

@@ -32,7 +32,8 @@ class StreamFilter:
         self.events = 0
 
     def feed(self, data: bytes) -> bytes:
-        """The events that `data` completes, as the client gets them."""
+        """The events that `data` completes, as the client gets them. Raises `msgspec.DecodeError` or `MalformedBody` where an
+        event cannot be read and could show a handle."""
         out = []
         for event in self._splitter.feed(data):
             self.events += 1
@@ -51,6 +52,8 @@ class StreamFilter:
         try:
             members = wire.split(data)
         except wire.MalformedBody:
+            if wire.quotes_handle(event):
+                raise
             return event
         if "error" in members and "choices" not in members:
             self.error = data

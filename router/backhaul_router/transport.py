@@ -19,7 +19,7 @@ import queue
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import AsyncGeneratorType, ModuleType
 from typing import Any, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
 import anyio
@@ -100,7 +100,7 @@ class _Transport:
         self._router = router
         self._module = module
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._armed_in = 0
+        self._pid = os.getpid()
 
     def _routed(self, request: Any, body: bytes) -> Request:
         self._arm()
@@ -117,15 +117,22 @@ class _Transport:
 
     def _arm(self) -> None:
         """From its first request on, a router is closed when its transport is dropped or the process exits."""
-        pid = os.getpid()
-        if self._armed_in == pid:
-            return
-        self._armed_in = pid
-        portal.close_at_exit(self._router)
-        self._finalizer = weakref.finalize(self, portal.close_soon, self._router, pid)
-        self._finalizer.atexit = False
+        self._leave_parents_router()
+        if self._finalizer is None:
+            portal.close_at_exit(self._router)
+            self._finalizer = weakref.finalize(self, portal.close_soon, self._router, self._pid)
+            self._finalizer.atexit = False
+
+    def _leave_parents_router(self) -> None:
+        """A forked child gets a router of its own: the handles on file are the parent's, and each can be used once."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            portal.abandon(self._router)
+            self._router = Router(self._router.config)
+            self._finalizer = None
 
     def _disarm(self) -> None:
+        self._leave_parents_router()
         if self._finalizer is not None:
             self._finalizer.detach()
         portal.closed(self._router)
@@ -189,6 +196,8 @@ class _AsyncBody:
                 async for _ in self._chunks:
                     pass
             await self._reply.aclose()
+            if isinstance(self._chunks, AsyncGeneratorType) and not self._chunks.ag_running:
+                await self._chunks.aclose()
         if limit.cancelled_caught:
             _log.warning("an answer was not closed within %g s", portal.CLOSE_LIMIT_S)
 

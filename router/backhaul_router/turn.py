@@ -108,7 +108,11 @@ class Turn:
     """The prompt's ids, where they are what the engines are sent."""
     prompt: Prompt = field(default_factory=lambda: Prompt(0))
     no_proof: bool = False
+    left_to_decode: bool = False
+    """D has the client's own body, and the turn leaves nothing."""
     failed_on: frozenset[str] = frozenset()
+    erred: frozenset[Role] = frozenset()
+    """Roles of which an engine answered with an error: one other is tried, not every one."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
     draft: dict[str, Any] = field(default_factory=dict)
@@ -189,7 +193,8 @@ class Turn:
 
     def placed(self, now: float) -> Step:
         """Decides where the turn runs, and goes there."""
-        taken = self.taken if self.spare is not None else dataclasses.replace(self.taken, held=None)
+        readable = self.spare is not None and self.spare.decode not in self.failed_on
+        taken = self.taken if readable else dataclasses.replace(self.taken, held=None)
         placement = place(
             self.prompt,
             taken,
@@ -212,6 +217,7 @@ class Turn:
     def leave_to_decode(self, reason: Reason, now: float) -> Step:
         """Gives D the client's own body, without ids and transfer parameters: it answers, or says what is wrong with it."""
         self.token_ids = None
+        self.left_to_decode = True
         give_back = self.give_back()
         engine = self.fleet.pick(Role.DECODE, None, self.failed_on)
         if engine is None:
@@ -225,8 +231,9 @@ class Turn:
         """The handle taken goes back, where no engine was sent it."""
         if self.spare is None:
             return ()
-        self.spare = None
-        return (GiveBack(self.key, self.taken),)
+        given = GiveBack(self.key, self.taken)
+        self.taken, self.spare = dataclasses.replace(self.taken, held=None), None
+        return (given,)
 
     def sent(self) -> Held | None:
         """An engine was sent the handle. Returns it, for whoever knows that it was not read."""
@@ -246,6 +253,14 @@ class Turn:
 
     def _releases(self, held: Sequence[Held]) -> Actions:
         return tuple(action for one in held for action in self.release(one.handle))
+
+    def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
+        """The engine to try after one that failed: where nobody read the request, or, once, after an error."""
+        if kind is FailureKind.ERROR and failed.role not in self.erred:
+            self.erred |= {failed.role}
+        elif kind is not FailureKind.REFUSED:
+            return None
+        return self.fleet.pick(failed.role, None, self.failed_on | {failed.url})
 
     def retry(self) -> None:
         self.draft["retries"] = self.draft.get("retries", 0) + 1
@@ -268,16 +283,16 @@ class Turn:
         if ran is not None and self.token_ids is not None and ran != self.token_ids:
             self.fleet.note_ids_ignored()
             self.token_ids = None
-        if not self.reuses or self.facts.multiple or self.facts.alone is not None:
+        if not self.reuses or self.left_to_decode:
             return (*actions, *self.release(handle), *self.give_back())
         held = self._held(handle, decode, generated, now)
         missing = None
         if held is None:
             actions += self.release(handle)
             missing = Reason.NO_PROOF if handle else self.failure or Reason.NO_HANDLE
-        if held is None and placement.route is Route.LOCAL and self.spare is not None:
-            # A stock engine leaves no handle for a turn that it ran alone; the one before is still a prefix of the history.
-            held, missing = self.spare, None
+        if held is None and placement.route is Route.LOCAL and (kept := self._kept()):
+            # A stock engine leaves no handle for a turn that it ran alone; the one before holds a prefix of the history.
+            held, missing = kept, None
         elif self.spare is not None:
             actions += self.release(self.spare.handle) if self.taken.common else (GiveBack(self.key, self.taken),)
         self.spare = None
@@ -296,6 +311,14 @@ class Turn:
         )
         return (*actions, Settle(self.key, self.taken, branch))
 
+    def _kept(self) -> Held | None:
+        """The handle taken, for what the new record shares with the one that it was made for; `None` for nothing."""
+        branch, spare = self.taken.branch, self.spare
+        if branch is None or spare is None or self.token_ids is None or branch.block_size != self.prompt.block_size:
+            return None
+        shared = digests.common(self.prompt.blocks, branch.blocks) * branch.block_size
+        return dataclasses.replace(spare, tokens=min(spare.tokens, shared)) if shared else None
+
     def _held(
         self, handle: wire.Handle | None, decode: Engine, generated: tuple[int, ...] | None, now: float
     ) -> Held | None:
@@ -305,8 +328,11 @@ class Turn:
         # The KV of the last token is computed only when another follows, and under asynchronous scheduling an engine counts
         # a position that is still in flight (`remote_num_tokens`, PS:276): never more than what surely ran.
         ran = len(self.token_ids) + max(0, len(generated or ()) - 1)
+        tokens = min(handle.tokens, ran)
+        if handle.blocks * self.prompt.block_size < tokens:
+            return None  # a sliding window: its list does not begin at the first token, and cannot be cut
         deadline = now + self.config.decoder_kv_blocks_ttl - self.config.lease_margin_s
-        return Held(handle, decode.url, deadline, min(handle.tokens, ran))
+        return Held(handle, decode.url, deadline, tokens)
 
     def _blocks(self, generated: tuple[int, ...] | None) -> bytes:
         if self.token_ids is None:
@@ -399,7 +425,7 @@ class Turn:
         self, placement: Placement, status: int, headers: Mapping[str, str], body: bytes, now: float, rest: Actions = ()
     ) -> Step:
         """An engine's own error, as it is; unless it quotes a handle."""
-        if b"remote_engine_id" in body or b"remote_block_ids" in body or b"remote_request_id" in body:
+        if wire.quotes_handle(body):
             body = error_body("the engine rejected the request", type_="invalid_request_error", code="rejected")
         record = self.report(placement, now, status=status, error=f"status_{status}")
         head = Respond(status, self.headers(placement, headers))
@@ -470,6 +496,8 @@ class Rendering:
                 return turn.placed(now)
             case Answered(400 | 413 | 422):
                 return turn.leave_to_decode(Reason.NO_PROOF, now)
+            case Failed(FailureKind.BROKEN, message):
+                return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Answered() | Failed():
                 if len(self.engines) > 1:
                     turn.retry()
@@ -560,13 +588,14 @@ class Prefilling:
         turn = self.turn
         turn.fleet.note_ids_ignored()
         turn.token_ids, turn.prompt, turn.no_proof = None, Prompt(turn.prompt.message_bytes), True
+        if self.warm:
+            turn.failure = Reason.NO_PROOF
         turn.retry()
         state, actions = turn.placed(now)
         return state, (Release(handle.params, self.placement.decode), *actions)
 
     def _failed(self, kind: FailureKind, message: str, now: float) -> Step:
         turn = self.turn
-        other = turn.fleet.pick(Role.PREFILL, None, turn.failed_on | {self.engine.url})
         rest: Actions = ()
         if self.warm and kind is not FailureKind.REFUSED:
             sent = turn.sent()
@@ -579,7 +608,7 @@ class Prefilling:
                     self.placement, route=Route.COLD, proof=None, blocks=0, reason=Reason.READ_FAILED
                 )
                 return Prefilling(turn, cold, self.engine, now), rest
-        if other is not None and kind in (FailureKind.REFUSED, FailureKind.ERROR):
+        if (other := turn.another(self.engine, kind)) is not None:
             turn.failed_on |= {self.engine.url}
             turn.retry()
             return Prefilling(turn, dataclasses.replace(self.placement, prefill=other), other, now), rest
@@ -634,8 +663,8 @@ class Decoding:
     def failed(self, kind: FailureKind, message: str, now: float) -> Step:
         """D did not answer, or with an error, and the client has seen nothing yet."""
         turn, placement = self.turn, self.placement
-        other = turn.fleet.pick(Role.DECODE, None, turn.failed_on | {placement.decode.url})
-        if other is None or kind not in (FailureKind.REFUSED, FailureKind.ERROR):
+        other = turn.another(placement.decode, kind)
+        if other is None:
             status = 504 if kind is FailureKind.TIMEOUT else 502
             unread = kind is FailureKind.REFUSED
             return turn.refuse(placement, status, message, Leg.DECODE, now, self.release(), unread=unread)
@@ -645,8 +674,7 @@ class Decoding:
             return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
         if kind is FailureKind.REFUSED and self.prefilled is not None:
             return dataclasses.replace(self, placement=dataclasses.replace(placement, decode=other)), ()
-        if self.prefilled is not None:
-            turn.failure = Reason.DECODE_FAILED
+        turn.failure = Reason.DECODE_FAILED
         state, actions = turn.placed(now)
         return state, (*self.release(), *actions)
 
@@ -714,7 +742,8 @@ class Collecting:
 
     def abandon(self, now: float) -> Actions:
         turn = self.before.turn
-        return (*turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
+        release = () if self.status == 200 else self.before.release()
+        return (*release, *turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
 
 
 @dataclass(frozen=True)
@@ -746,7 +775,11 @@ class Relaying:
 
     def _chunk(self, data: bytes, now: float) -> Step:
         turn, placement, stream = self.before.turn, self.before.placement, self.stream
-        passed = stream.feed(data)
+        try:
+            passed = stream.feed(data)
+        except (wire.MalformedBody, msgspec.DecodeError) as error:
+            message = f"{placement.decode} sent an event that cannot be read: {error}"
+            return self._broke(FailureKind.BROKEN, message, now)
         if not stream.events:
             return self, ()
         if stream.error is not None and not self.started:
@@ -773,9 +806,13 @@ class Relaying:
             return self.before.failed(kind, message, now)
         turn, placement = self.before.turn, self.before.placement
         last = Send(error_event(message, type_="server_error", code="decode_failed"))
-        return Done(), (*turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
+        release = turn.release(self.stream.handle)
+        return Done(), (*release, *turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
 
     def abandon(self, now: float) -> Actions:
-        turn, placement = self.before.turn, self.before.placement
+        turn, placement, stream = self.before.turn, self.before.placement, self.stream
+        if stream.handle is not None:
+            settled = turn.settle(placement, stream.handle, stream.generated, None, now)
+            return (*settled, turn.report(placement, now, error="client_gone"))
         release = () if self.started else self.before.release()
         return (*release, *turn.unfinished(), turn.report(placement, now, error="client_gone"))

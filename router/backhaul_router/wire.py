@@ -8,6 +8,8 @@ Field names and rules are those of vLLM 0.32 (entrypoints/openai/*/protocol.py, 
 from __future__ import annotations
 
 import enum
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -59,8 +61,16 @@ def join(members: Mapping[str, Raw | bytes]) -> bytes:
     return b"{" + b",".join(_encode(key) + b":" + bytes(value) for key, value in members.items()) + b"}"
 
 
-def without_transfer_params(members: Members) -> Members:
-    """The members that may travel: no transfer parameters, neither at the top nor inside `vllm_xargs`."""
+def read_members(body: bytes) -> Members:
+    """The members of a client's body that may travel: no transfer parameters, neither at the top nor inside `vllm_xargs`.
+
+    Raises `MalformedBody`, also for text that is not UTF-8: Python's decoder, which reads the body after us, takes some of it.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise MalformedBody(f"the body is not a JSON object: it is not UTF-8 at byte {error.start}") from None
+    members = split(body)
     kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
     if "vllm_xargs" in kept:
         try:
@@ -129,20 +139,30 @@ _ALONE: Final = (
 )
 
 
+def passed_body(body: bytes) -> bytes:
+    """A client's body for an endpoint that the router does not read otherwise. Raises `MalformedBody`."""
+    return join(read_members(body))
+
+
+def _value(raw: Raw) -> object:
+    try:
+        return _decode_any(raw)
+    except msgspec.ValidationError:
+        return math.inf  # a number out of range, which Python's decoder reads as this
+
+
 def read_request(endpoint: Endpoint, body: bytes) -> Facts:
     """Parses a client's body once. A field whose type is not the expected one is left for the engine to judge: the request
     goes to D alone. Raises `MalformedBody`."""
-    members = without_transfer_params(split(body))
-    ids: dict[str, object] = {
-        key: _decode_any(members[key]) for key in ("conversation_id", "session_id") if key in members
-    }
+    members = read_members(body)
+    ids: dict[str, object] = {key: _value(members[key]) for key in ("conversation_id", "session_id") if key in members}
     members.pop("conversation_id", None)
     known: dict[str, Any] = {}
     alone: str | None = None
     for key, types in _TYPES.items():
         if key not in members:
             continue
-        value = _decode_any(members[key])
+        value = _value(members[key])
         if type(value) in types:
             known[key] = value
         else:
@@ -162,7 +182,8 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         ids=ids,
         model=known.get("model") or "",
         stream=bool(known.get("stream")),
-        wants_usage=options.get("include_usage") is True,
+        # The engine takes 1 and "true" for true as well, and says so where it takes a value for neither.
+        wants_usage=options.get("include_usage") not in (None, False),
         wants_token_ids=bool(known.get("return_token_ids")),
         cache_salt=known.get("cache_salt") or "",
         messages=messages,
@@ -178,7 +199,9 @@ class _Message(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    type: str = "text"
+    type: str
+    uuid: None = None
+    """Beside one, as where there is no `type`, the engine goes by which other keys there are (vLLM's chat_utils.py)."""
 
 
 _decode_contents = msgspec.json.Decoder(list[_Message]).decode
@@ -323,9 +346,9 @@ def decode_body(facts: Facts, token_ids: Sequence[int] | None, handle: bytes | N
     plugin that a router asks. `ids_back` asks for the generated ids (not streamed: a stream has them in its last event)."""
     members: dict[str, Raw | bytes] = dict(facts.members)
     if facts.stream:
-        options: dict[str, Any] = _decode_any(members.get("stream_options", b"null")) or {}
-        if not facts.wants_usage:
-            options = {**options, "include_usage": True, "continuous_usage_stats": False}
+        options = _decode_any(members.get("stream_options", b"null"))
+        if not facts.wants_usage and isinstance(options, dict | None):
+            options = {**(options or {}), "include_usage": True, "continuous_usage_stats": False}
             members["stream_options"] = _encode(options)
     elif ids_back:
         members["return_token_ids"] = b"true"
@@ -387,8 +410,13 @@ class Handle:
     """Generated ids, where our plugin put them beside the handle."""
 
 
+def process_of(engine_id: str) -> str:
+    """What an engine's restart changes: the id without the data-parallel rank (vLLM's v1/engine/core.py)."""
+    return re.sub(r"_dp\d+$", "", engine_id)
+
+
 class _Params(msgspec.Struct):
-    remote_block_ids: list[list[int]]
+    remote_block_ids: list[list[int]] | None
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
@@ -398,8 +426,11 @@ class _Params(msgspec.Struct):
     transfer_mode: str = "pull"
 
 
+class _Version(msgspec.Struct):
+    version: msgspec.Raw = Raw(b"null")
+
+
 class _Extension(msgspec.Struct):
-    version: int = 0
     token_ids: tuple[int, ...] | None = None
 
 
@@ -412,12 +443,14 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
     members = _decode_members(raw)
     token_ids = None
     if EXTENSION in members:
-        extension = msgspec.json.decode(members.pop(EXTENSION), type=_Extension)
-        token_ids = extension.token_ids if extension.version == 1 else None
+        extension = members.pop(EXTENSION)
+        if bytes(msgspec.json.decode(extension, type=_Version).version) == b"1":
+            token_ids = msgspec.json.decode(extension, type=_Extension).token_ids
     if not all(key in members for key in _REQUIRED):
         return None, token_ids
     params = msgspec.json.decode(join(members), type=_Params)
-    blocks = sum(len(group) for group in params.remote_block_ids)
+    groups = params.remote_block_ids or ()
+    blocks = sum(map(len, groups))
     if not blocks or params.transfer_mode != "pull":
         return None, token_ids
     handle = Handle(
@@ -426,7 +459,7 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
         request_id=params.remote_request_id,
         tokens=params.remote_num_tokens,
         blocks=blocks,
-        groups=len(params.remote_block_ids),
+        groups=len(groups),
         cached=params.remote_prefill_cached_tokens,
         token_ids=token_ids,
     )
@@ -522,8 +555,15 @@ def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     return join({**_decode_members(usage), EXTENSION: _encode(note)})
 
 
+def quotes_handle(body: bytes) -> bool:
+    """Whether an engine's error says where blocks lie."""
+    return any(key.encode() in body for key in _REQUIRED)
+
+
 def error_message(body: bytes) -> str:
-    """What an engine's error body says, shortened; the body itself when it has another shape."""
+    """What an engine's error body says, shortened; the body itself when it has another shape. Nothing of a handle."""
+    if quotes_handle(body):
+        return "(not shown: it quotes a handle)"
     try:
         decoded = _decode_any(body)
         error = decoded["error"]

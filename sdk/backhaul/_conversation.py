@@ -144,13 +144,13 @@ class Conversation:
 
     def record(self, report: ReuseReport) -> None:
         self.reuse._add(report)
-        if self._ended and self._routers:
+        if self._ended and self._routers and not portal.exiting():
             portal.shared().submit(self._release())
 
     def end(self) -> None:
         """Releases what the engines hold for the conversation. Failures are logged, never raised: the work is done."""
         self._ended = True
-        if not self._routers:
+        if not self._routers or portal.exiting():
             return
         release = portal.shared().submit(self._release())
         if not portal.running():
@@ -164,10 +164,8 @@ class Conversation:
 
     async def _release(self) -> None:
         await portal.all_within_limit(
-            {
-                f"ending conversation {self.id!r} on {router!r}": router.end_conversation(self.id)
-                for router in list(self._routers.values())
-            }
+            (f"ending conversation {self.id!r} on {router!r}", router.end_conversation(self.id))
+            for router in list(self._routers.values())
         )
 
 

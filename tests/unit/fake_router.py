@@ -65,6 +65,9 @@ class FakeRouter:
         self.was_closed = threading.Event()
         self.end_conversation_error: Exception | None = None
 
+    def __repr__(self) -> str:
+        return "<FakeRouter>"
+
     async def handle(self, request: Request) -> FakeReply:
         self.requests.append(request)
         self.loops.append(asyncio.get_running_loop())

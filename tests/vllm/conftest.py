@@ -59,8 +59,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def engine_sets(vllm_python: Path) -> Iterator[EngineSets]:
-    sets = EngineSets()
+def engine_sets(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSets]:
+    sets = EngineSets(logs=lambda: tmp_path_factory.mktemp("engines"))
     yield sets
     sets.stop()
 
@@ -84,3 +84,9 @@ def engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
 def smollm2_engines(engine_sets: EngineSets) -> EngineSet:
     """A real chat model in float32, in which equal KV gives equal answers; P without prefix caching."""
     return engine_sets.special(replace(EngineSets.DEFAULT, model="smollm2", dtype="float32"))
+
+
+@pytest.fixture
+def reference(engines: EngineSet) -> str:
+    """Where a client's own body is sent straight to, for the answer that a routed turn must equal."""
+    return engines.decode[0]

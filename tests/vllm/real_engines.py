@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ class EngineSets:
     """Starts sets when a test first asks for one. The default set stays; of the special ones only one is alive at a
     time, since each engine takes 2.5 GB and a share of the cores."""
 
-    DEFAULT = EnginesConfig(python=str(PYTHON), prefill_prefix_caching=False)
+    DEFAULT = EnginesConfig(python=str(PYTHON), prefill_prefix_caching=False, dtype="float32")
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Callable[[], Path]) -> None:
+        """`logs` makes a directory for the logs of each set."""
+        self._logs = logs
         self._default: Engines | None = None
         self._special: Engines | None = None
         self._special_env: Mapping[str, str] = {}
@@ -57,29 +59,34 @@ class EngineSets:
     def default(self) -> EngineSet:
         """The tiny model, one P without prefix caching, one D."""
         if self._default is None:
-            self._default = _start(self.DEFAULT)
+            self._default = self._start(self.DEFAULT)
         return EngineSet(self._default)
 
     def special(self, config: EnginesConfig, **env: str) -> EngineSet:
         """A set of another shape, in place of the special set before it; `env` is set while it starts."""
         if self._special is None or (self._special.config, self._special_env) != (config, env):
-            if self._special is not None:
-                self._special.stop()
-                self._special = None
+            self.make_room()
             with pytest.MonkeyPatch.context() as patch:
                 for name, value in env.items():
                     patch.setenv(name, value)
-                self._special, self._special_env = _start(config), env
+                self._special, self._special_env = self._start(config), env
         return EngineSet(self._special)
+
+    def _start(self, config: EnginesConfig) -> Engines:
+        return Engines(
+            config, logs=self._logs(), report=lambda line: print(line, file=sys.stderr, flush=True)
+        ).__enter__()
+
+    def make_room(self) -> None:
+        """Ends the special set, if there is one: for tests that start engines themselves."""
+        if self._special is not None:
+            self._special.stop()
+            self._special = None
 
     def stop(self) -> None:
         for engines in (self._default, self._special):
             if engines is not None:
                 engines.stop()
-
-
-def _start(config: EnginesConfig) -> Engines:
-    return Engines(config, report=lambda line: print(line, file=sys.stderr, flush=True)).__enter__()
 
 
 def restart(engines: EngineSet, engine: Engine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -125,7 +125,9 @@ async def test_an_answer_cut_by_a_stop_string_has_ids_and_no_handle(engines: Eng
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("fields", [{}, {"n": 2, "kv_transfer_params": {}}], ids=["no parameters", "two choices"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2, "temperature": 1, "kv_transfer_params": {}}], ids=["no parameters", "two choices"]
+)
 async def test_other_streams_carry_nothing(engines: EngineSet, path: str, fields: dict[str, Any]) -> None:
     events = await stream(engines.decode[0], path, request(engines, path, **fields))
     assert len(events) > 2
@@ -155,9 +157,10 @@ async def test_a_streamed_tool_call_ends_with_the_ids(engines: EngineSet) -> Non
 
 
 @pytest.fixture
-def stock(engine_sets: EngineSets) -> EngineSet:
+def stock(engine_sets: EngineSets) -> Iterator[EngineSet]:
     """The same engines without the plugin: VLLM_PLUGINS names the only ones to load."""
-    return engine_sets.special(EngineSets.DEFAULT, VLLM_PLUGINS="none")
+    yield engine_sets.special(EngineSets.DEFAULT, VLLM_PLUGINS="none")
+    engine_sets.make_room()
 
 
 async def test_every_other_byte_of_a_stream_is_that_of_an_engine_without_the_plugin(
@@ -173,10 +176,11 @@ async def test_every_other_byte_of_a_stream_is_that_of_an_engine_without_the_plu
             {"return_token_ids": True},
         ):
             body = request(engines, path, max_tokens=1, **fields)
-            name = uuid.uuid4().hex
-            expected = await stream(stock.decode[0], path, {**body, "kv_transfer_params": {}}, **{"X-Request-Id": name})
-            plain = await stream(engines.decode[0], path, body, **{"X-Request-Id": name})
-            ours = await stream(engines.decode[0], path, {**body, "kv_transfer_params": {}}, **{"X-Request-Id": name})
+            asked = {**body, "kv_transfer_params": {}}
+            same_id = {"X-Request-Id": uuid.uuid4().hex}
+            expected = await stream(stock.decode[0], path, salted(asked), **same_id)
+            plain = await stream(engines.decode[0], path, salted(body), **same_id)
+            ours = await stream(engines.decode[0], path, salted(asked), **same_id)
             assert [at_one_time(event) for event in plain] == [at_one_time(event) for event in expected]
             assert [at_one_time(without_ours(event)) for event in ours] == [at_one_time(event) for event in expected]
             assert ours != plain

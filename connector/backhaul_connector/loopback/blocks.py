@@ -1,7 +1,8 @@
 """KV blocks with reference counts, and the prefix cache over them: chained digests, least recently used goes first.
 
 Invariants: a block is in the free queue exactly when nobody holds it; a digest in the cache names a full block;
-a block keeps its digest and its values after it was freed, until it is given out again.
+a block keeps its digest and its values after it was freed, until it is given out again. Blocks that were never
+used are not made yet; they are given out before any that was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from . import kv
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     id: int
     refs: int = 0
@@ -51,14 +52,14 @@ def chain_digest(parent: bytes, keys: Sequence[int], salt: str = "") -> bytes:
 
 
 class BlockPool:
-    """Blocks are numbered from 1: in vLLM block 0 is the null block."""
+    """Blocks are numbered from 1: in vLLM block 0 is the null block, which `num_blocks` counts."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.usable = num_blocks - 1
         self.prefix_caching = prefix_caching
-        self._blocks = {i: Block(i) for i in range(1, num_blocks)}
-        self._free: OrderedDict[int, Block] = OrderedDict(self._blocks)
+        self._blocks: dict[int, Block] = {}
+        self._free: OrderedDict[int, Block] = OrderedDict()
         self._cached: dict[bytes, Block] = {}
 
     def __repr__(self) -> str:
@@ -68,15 +69,12 @@ class BlockPool:
         return self._blocks[block_id]
 
     def __contains__(self, block_id: int) -> bool:
+        """Whether the block was ever given out."""
         return block_id in self._blocks
 
     @property
-    def usable(self) -> int:
-        return len(self._blocks)
-
-    @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.usable - len(self._blocks) + len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -131,6 +129,10 @@ class BlockPool:
         return True
 
     def _take(self) -> Block:
+        if len(self._blocks) < self.usable:
+            block = Block(len(self._blocks) + 1, refs=1)
+            self._blocks[block.id] = block
+            return block
         _, block = self._free.popitem(last=False)
         if block.digest is not None:
             del self._cached[block.digest]

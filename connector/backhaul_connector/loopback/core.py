@@ -9,71 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from . import kv, transfer
-from .blocks import Block, BlockPool, chain_digest
+from .blocks import Block, BlockPool
 from .clock import Clock
 from .config import EngineConfig, Faults
 from .errors import EngineDeadError, KVLoadError
 from .leases import LeaseTable
 from .metrics import Metrics
-from .script import Script
-from .side_channel import connect
-from .template import Prompt
+from .reader import Reader
+from .sequence import Seq, Step
 from .tokenizer import EOS
-from .transfer import Load, Params, Source
+from .transfer import Params
 
 _SPACE = 32
-
-
-@dataclass(eq=False, kw_only=True)
-class Seq:
-    """One prompt on its way to one answer."""
-
-    request_id: str
-    prompt: Prompt
-    script: Script
-    max_tokens: int
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: frozenset[int] = frozenset()
-    token_steps: bool = False
-    """One token per step, where the caller has to look at each (stop strings); else about a word."""
-    params: Params | None = None
-    salt: str = ""
-    choice: int = 0
-
-    keys: list[int] = field(default_factory=list)
-    """What each position's KV is computed from: the prompt's, then the answer's."""
-    digests: list[bytes] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
-    num_computed: int = 0
-    state: int = 0
-    """Over the KV of the first `num_computed` positions."""
-    seed: int = 0
-    """What the answer is a function of: the state after the prompt."""
-    output: list[int] = field(default_factory=list)
-    num_local: int = 0
-    num_external: int = 0
-    tracked: bool = False
-    """The connector knows the request; a lease of one that it does not know never ends."""
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt.tokens)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Tokens that came out together, and on the last one how it ended."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    kv_transfer_params: Params | None = None
 
 
 class EngineCore:
@@ -93,7 +44,7 @@ class EngineCore:
         self._freed = asyncio.Event()
         self._admission = asyncio.Lock()
         self._device = asyncio.Lock()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._reader = Reader(config, clock, faults, self.metrics, self._release)
 
     # -- what the side channel asks (the `Owner` protocol) ---------------------------------------------------
 
@@ -161,9 +112,8 @@ class EngineCore:
             self.reject(seq.params)
 
     def reject(self, params: Params | None) -> None:
-        """A request ended before its load was started: P's blocks for it can go (vLLM PR 41269)."""
-        if params and params.get("do_remote_prefill") and transfer.readable(params):
-            self._spawn(self._notify(Source.of(params)))
+        """A request ended before its load was started: P's blocks for it can go."""
+        self._reader.let_go(params)
 
     def reap(self) -> None:
         """Ends the leases whose time is up."""
@@ -177,9 +127,7 @@ class EngineCore:
             self._release(self.leases.end(known) or ())
 
     async def aclose(self) -> None:
-        for task in tuple(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._reader.aclose()
 
     # -- admission: blocks, then KV from the prefix cache and from the peer ------------------------------------
 
@@ -187,7 +135,7 @@ class EngineCore:
         self.metrics.num_requests_waiting += 1
         try:
             external = await self._allocate(seq)
-            await self._load(seq, external)
+            await self._reader.load(seq, external)
         finally:
             self.metrics.num_requests_waiting -= 1
 
@@ -195,12 +143,12 @@ class EngineCore:
         """Takes blocks for the prompt and the longest answer, and says how many tokens to expect from the peer."""
         size = self.block_size
         seq.keys = list(seq.prompt.keys())
-        _extend_digests(seq, size)
-        open_ended = seq.ignore_eos or seq.min_tokens > 0
-        positions = seq.num_prompt + seq.script.longest(seq.max_tokens, open_ended=open_ended) - 1
+        seq.extend_digests(size)
+        longest = seq.script.longest(seq.max_tokens, min_tokens=seq.min_tokens, ignore_eos=seq.ignore_eos)
+        positions = seq.num_prompt + longest - 1
         async with contextlib.AsyncExitStack() as stack:
             if self._admission.locked():
-                self._keep_source_alive(seq, stack)
+                self._reader.keep_source_alive(seq, stack)
             await stack.enter_async_context(self._admission)
             waited = False
             while True:
@@ -211,7 +159,7 @@ class EngineCore:
                     break
                 if not waited:
                     waited = True
-                    self._keep_source_alive(seq, stack)
+                    self._reader.keep_source_alive(seq, stack)
                 await self._some_blocks_freed()
             seq.num_local = len(hit) * size
             external = self._external_tokens(seq)
@@ -230,100 +178,6 @@ class EngineCore:
         self.metrics.external_prefix_cache_queries += seq.num_prompt - seq.num_local
         self.metrics.external_prefix_cache_hits += external
         return external
-
-    async def _load(self, seq: Seq, external: int) -> None:
-        if not seq.params:
-            return
-        params, bidirectional = seq.params, self.config.bidirectional_kv_xfer
-        seq.tracked = bool(params.get("do_remote_decode") or (params.get("do_remote_prefill") and bidirectional))
-        source = Source.of(params) if transfer.readable(params) else None
-        load = transfer.start_load(params, external, bidirectional=bidirectional)
-        if load is Load.PARK:
-            await asyncio.Event().wait()
-        elif load is Load.NOTIFY and source is not None:
-            await self._notify(source)
-        elif load is Load.READ and source is not None:
-            self.metrics.num_requests_deferred += 1
-            try:
-                await self._read_whatever_happens(seq, external, source)
-            finally:
-                self.metrics.num_requests_deferred -= 1
-
-    async def _read_whatever_happens(self, seq: Seq, external: int, source: Source) -> None:
-        """A read that has begun is finished even if its request is aborted: the blocks are being written to."""
-        reading = self._spawn(self._read(seq, external, source))
-        try:
-            await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            if not reading.done():
-                blocks, seq.blocks = seq.blocks, []
-
-                def finished(task: asyncio.Task[None]) -> None:
-                    if not task.cancelled():
-                        task.exception()  # nobody waits for it any more
-                    self._release(blocks)
-
-                reading.add_done_callback(finished)
-            raise
-
-    async def _read(self, seq: Seq, external: int, source: Source) -> None:
-        size, now = self.block_size, self.clock.now()
-        end = seq.num_local + external
-        local = seq.blocks[seq.num_local // size : -(-end // size)]
-        if self.faults.fail_kv_loads > 0:
-            self.faults.fail_kv_loads -= 1
-            self.metrics.nixl_num_failed_transfers += 1
-            raise KVLoadError(f"reading {source.request_id}: failure ordered by a test")
-        try:
-            async with connect(source.host, source.port, source.engine_id) as peer:
-                self._check_expiry(source, peer.welcome.clock - now)
-                if peer.welcome.block_size != size:
-                    raise KVLoadError(f"peer has blocks of {peer.welcome.block_size} tokens, not {size}")
-                found = await peer.read(source.request_id, transfer.align(local, source.block_ids))
-                if cost := external * self.config.costs.transfer_s:
-                    await self.clock.sleep(cost)
-                await peer.notify(source.request_id)
-        except ExpiredError:
-            self.metrics.nixl_num_kv_expired_reqs += 1
-            raise
-        except KVLoadError:
-            self.metrics.nixl_num_failed_transfers += 1
-            raise
-        self.metrics.transfers += 1
-        self.metrics.transferred_tokens += external
-        self.metrics.transfer_seconds += self.clock.now() - now
-        for index, (block, values) in enumerate(zip(local, found, strict=True), start=seq.num_local // size):
-            wanted = min(size, end - index * size)
-            block.load([*values, *kv.garbage(block.id, size)[len(values) :]][:wanted])
-        seq.num_external = external
-
-    def _check_expiry(self, source: Source, clock_offset: float) -> None:
-        if not self.config.bidirectional_kv_xfer or source.expiry is None:
-            return
-        if self.clock.now() + transfer.EXPIRY_MARGIN_S >= source.expiry - clock_offset:
-            raise ExpiredError(f"declining expired remote read of {source.request_id}")
-
-    async def _notify(self, source: Source) -> None:
-        try:
-            async with connect(source.host, source.port, source.engine_id) as peer:
-                await peer.notify(source.request_id)
-        except KVLoadError:
-            # The peer frees at its own deadline; the request that has its KV already does not fail over this.
-            self.metrics.nixl_num_failed_notifications += 1
-            self.metrics.nixl_num_failed_transfers += 1
-
-    def _keep_source_alive(self, seq: Seq, stack: contextlib.AsyncExitStack) -> None:
-        """D tells P that it still means to read while its request waits for blocks."""
-        if seq.params and seq.params.get("do_remote_prefill") and transfer.readable(seq.params):
-            task = self._spawn(self._send_heartbeats(Source.of(seq.params)))
-            stack.callback(task.cancel)
-
-    async def _send_heartbeats(self, source: Source) -> None:
-        while True:
-            await self.clock.sleep(self.config.kv_lease_duration / 6)
-            with contextlib.suppress(KVLoadError):  # a peer that is gone shows when its blocks are read
-                async with connect(source.host, source.port, source.engine_id) as peer:
-                    await peer.heartbeat(source.request_id)
 
     async def _some_blocks_freed(self) -> None:
         self._freed.clear()
@@ -361,6 +215,8 @@ class EngineCore:
         self.metrics.local_cache_hit += seq.num_local
         self.metrics.external_kv_transfer += seq.num_external
         self.metrics.local_compute += seq.num_prompt - have
+        if self.config.prefix_caching:
+            seq.num_created = max(0, seq.num_prompt // self.block_size * self.block_size - have)
 
     def _read_state(self, seq: Seq) -> None:
         """The state over what the sequence's blocks hold, whoever computed it."""
@@ -378,7 +234,7 @@ class EngineCore:
         seq.state = kv.attend(seq.state, (value,))
         seq.num_computed += 1
         if offset == self.block_size - 1:
-            _extend_digests(seq, self.block_size)
+            seq.extend_digests(self.block_size)
             self.pool.cache(block, seq.digests[index])
 
     async def _decode(self, seq: Seq) -> AsyncGenerator[Step, None]:
@@ -446,21 +302,3 @@ class EngineCore:
         if blocks:
             self.pool.release(blocks)
             self._freed.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
-
-class ExpiredError(KVLoadError):
-    """The lease on the peer's blocks has ended or is about to."""
-
-
-def _extend_digests(seq: Seq, block_size: int) -> None:
-    parent = seq.digests[-1] if seq.digests else b""
-    for index in range(len(seq.digests), len(seq.keys) // block_size):
-        keys = seq.keys[index * block_size : (index + 1) * block_size]
-        parent = chain_digest(parent, keys, seq.salt if index == 0 else "")
-        seq.digests.append(parent)

@@ -16,7 +16,7 @@ from .core import EngineCore
 from .server import Server
 from .side_channel import SideChannel
 
-_REMEMBERED = 10_000
+_REMEMBERED = 1_000
 
 
 class LoopbackEngine:
@@ -71,7 +71,14 @@ class LoopbackEngine:
         self.core.forget_lease(request_id)
 
     async def start(self) -> None:
-        """Listens. The ports that were found are kept for later starts."""
+        """Listens. The ports that were found are kept for later starts. Raises `OSError` for a port that is taken."""
+        try:
+            await self._listen()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _listen(self) -> None:
         side_channel = SideChannel(self.core, self.config.host, self.config.side_channel_port)
         await side_channel.start()
         self._side_channel = side_channel
@@ -86,13 +93,13 @@ class LoopbackEngine:
 
     async def stop(self) -> None:
         """Ends like a killed process: requests break off, connections to it are refused, its memory is gone."""
+        await self.core.aclose()
         if self._side_channel is not None:
             await self._side_channel.stop()
             self._side_channel = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        await self.core.aclose()
 
     async def restart(self) -> None:
         """A new process on the same ports: new engine id, no blocks, no leases, counters at zero."""

@@ -16,19 +16,22 @@ class ApiError(Exception):
         self.param = param
 
     @classmethod
-    def invalid(cls, message: str, *, param: str | None = None) -> ApiError:
-        """The body does not fit the request's schema: vLLM rejects it before the endpoint runs."""
-        text = f"1 validation error:\n  {{'type': 'value_error', 'msg': 'Value error, {message}'}}"
+    def invalid(cls, message: str, *, param: str) -> ApiError:
+        """A field is missing or of another type, which vLLM leaves to pydantic and FastAPI."""
+        text = f"1 validation error:\n  {{'type': 'value_error', 'loc': '{param}', 'msg': '{message}'}}"
         return cls(400, "Bad Request", text, param=param)
 
     @classmethod
-    def bad_request(cls, message: str, *, param: str | None = None) -> ApiError:
-        """The endpoint looked at the request and refused it."""
-        return cls(400, "BadRequestError", message, param=param)
+    def bad_request(cls, message: str, *, param: str | None = None, value: object = None) -> ApiError:
+        """A rule of vLLM's own is broken (`VLLMValidationError`)."""
+        named = {"parameter": param, "value": value}
+        extras = ", ".join(f"{name}={given}" for name, given in named.items() if given is not None)
+        return cls(400, "BadRequestError", f"{message} ({extras})" if extras else message, param=param)
 
     @classmethod
-    def unknown_model(cls, model: str) -> ApiError:
-        return cls(404, "NotFoundError", f"The model `{model}` does not exist.", param="model")
+    def unknown_model(cls, model: str, served: str) -> ApiError:
+        message = f"The model `{model}` does not exist. Valid aliases: {served}."
+        return cls(404, "NotFoundError", message, param="model")
 
     @classmethod
     def forbidden(cls, message: str) -> ApiError:

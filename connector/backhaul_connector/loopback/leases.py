@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from .blocks import Block
 class Lease:
     blocks: Sequence[Block]
     deadline: float | None
-    """On the engine's own clock; `None` never ends (a leak, PROTOCOL: flagless parameters on D)."""
+    """On the engine's own clock; `None` never ends: the leak of parameters without a flag, on D."""
 
 
 class LeaseTable:
@@ -49,6 +50,13 @@ class LeaseTable:
         lease = self._leases.get(request_id)
         if lease is not None and lease.deadline is not None:
             lease.deadline = max(lease.deadline, deadline)
+
+    def remaining(self, request_id: str, now: float) -> float:
+        """Seconds until the lease ends; 0 for one that has."""
+        lease = self._leases.get(request_id)
+        if lease is None:
+            return 0.0
+        return math.inf if lease.deadline is None else max(0.0, lease.deadline - now)
 
     def expired(self, now: float) -> list[str]:
         return [

@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from .core import EngineCore, Seq, Step
-from .requests import Call, Json
+from .bodies import Json
+from .core import EngineCore
+from .requests import Call
 from .script import tool_call_id
+from .sequence import Seq, Step
 from .template import tool_call_text
 from .tokenizer import Detokenizer, Special, decode
 
@@ -26,9 +28,8 @@ class Delta:
 class Choice:
     """One sequence as the front end sees it. A stop string ends it here, which for the core is an abort."""
 
-    def __init__(self, call: Call, seq: Seq, index: int, *, block_size: int) -> None:
+    def __init__(self, call: Call, seq: Seq, index: int) -> None:
         self.call = call
-        self.block_size = block_size
         self.seq = seq
         self.index = index
         self.text = ""
@@ -46,11 +47,6 @@ class Choice:
         if isinstance(told, int) and (self.call.params or {}).get("do_remote_prefill"):
             return told
         return self.seq.num_local + self.seq.num_external
-
-    @property
-    def created_cache_tokens(self) -> int:
-        size = self.block_size
-        return max(0, self.seq.num_prompt // size * size - self.seq.num_local - self.seq.num_external)
 
     async def deltas(self, core: EngineCore) -> AsyncGenerator[Delta, None]:
         async with aclosing(core.run(self.seq)) as steps:

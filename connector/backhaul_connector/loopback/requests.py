@@ -1,99 +1,17 @@
-"""Request bodies: which fields vLLM 0.32 knows, what it refuses, and what a request asks the engine to do.
-
-Types are checked by the structs below (vLLM: pydantic models); unknown fields are ignored there and here.
-"""
+"""What a request asks of the engine, and which requests vLLM 0.32 refuses."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
+from .bodies import ChatBody, CompletionBody, GenerationBody, Json, TokenizeBody
 from .errors import ApiError
 from .script import Script
 from .template import ChatFields, Prompt, has_media, render
 from .tokenizer import VOCAB_SIZE, Special, encode
-
-Json = Any
-T = TypeVar("T")
-
-
-class _Body(msgspec.Struct, kw_only=True):
-    """What both generation endpoints take."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = 0
-    n: int | None = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stream: bool | None = False
-    stream_options: dict[str, Json] | None = None
-    response_format: dict[str, Json] | None = None
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None
-    use_beam_search: bool = False
-    cache_salt: str | None = None
-    request_id: str | None = None
-    return_token_ids: bool | None = None
-    kv_transfer_params: dict[str, Json] | None = None
-    vllm_xargs: dict[str, Json] | None = None
-
-
-class ChatBody(_Body):
-    messages: list[dict[str, Json]]
-    max_completion_tokens: int | None = None
-    tools: list[dict[str, Json]] | None = None
-    tool_choice: str | dict[str, Json] | None = None
-    parallel_tool_calls: bool | None = True
-    documents: list[dict[str, Json]] | None = None
-    reasoning_effort: str | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    echo: bool = False
-    logprobs: bool | None = False
-    top_logprobs: int | None = 0
-
-
-class CompletionBody(_Body):
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
-    max_tokens: int | None = 16
-    add_special_tokens: bool = True
-    echo: bool | None = False
-    suffix: str | None = None
-    logprobs: int | None = None
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`/tokenize` of 0.32: no documents, reasoning effort, truncation or tool choice; `reasoning_content` is not
-    renamed. Requests that use those come out shorter than what the chat endpoint runs."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Json]] | None = None
-    tools: list[dict[str, Json]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Json] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = False
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: list[int]
-    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +53,6 @@ class Call:
         return self.params is not None
 
 
-def convert(body: Json, type_: type[T]) -> T:
-    if not isinstance(body, dict):
-        raise ApiError.invalid("Input should be a valid dictionary", param="body")
-    try:
-        return msgspec.convert(body, type_)
-    except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$")
-        raise ApiError.invalid(message, param=f"body{where.rstrip('`')}" if where else "body") from error
-
-
 def chat_call(body: ChatBody, *, request_id: str | None, max_model_len: int, model: str) -> Call:
     _check_common(body)
     _check_tools(body)
@@ -157,7 +65,7 @@ def chat_call(body: ChatBody, *, request_id: str | None, max_model_len: int, mod
         model=model,
         prompts=[prompt],
         script=chat_script(body),
-        max_tokens=[_max_tokens(prompt, limit, max_model_len)],
+        max_tokens=[_max_tokens(prompt, limit, body.min_tokens or 0, max_model_len)],
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         echo=body.echo,
         named_tool=isinstance(choice, dict),
@@ -176,7 +84,7 @@ def completion_call(body: CompletionBody, *, request_id: str | None, max_model_l
         model=model,
         prompts=prompts,
         script=Script(schema=_schema(body.response_format)),
-        max_tokens=[_max_tokens(prompt, limit, max_model_len) for prompt in prompts],
+        max_tokens=[_max_tokens(prompt, limit, body.min_tokens or 0, max_model_len) for prompt in prompts],
         logprobs=body.logprobs,
         echo=bool(body.echo),
         named_tool=False,
@@ -202,15 +110,14 @@ def render_chat(body: ChatBody) -> Prompt:
 
 
 def completion_prompts(body: CompletionBody) -> list[Prompt]:
-    match body.prompt:
-        case None | "" | []:
-            raise ApiError.invalid("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
-        case str() as text:
-            texts: list[Json] = [text]
-        case [int(), *_] as ids:
-            texts = [ids]
-        case many:
-            texts = list(many)
+    prompt = body.prompt
+    if not prompt:
+        raise ApiError.bad_request("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    many: list[Json] = list(prompt) if isinstance(prompt, list) else [prompt]
+    kinds = {type(item) for item in many}
+    if len(kinds) > 1:
+        raise ApiError.invalid("Input should be a list of one type", param="body.prompt")
+    texts: list[Json] = [many] if kinds == {int} else many
     prompts = []
     for item in texts:
         if isinstance(item, str):
@@ -231,7 +138,7 @@ def tokenize(body: TokenizeBody) -> list[int]:
     if body.chat_template is not None:
         raise _untrusted_template()
     if body.continue_final_message and body.add_generation_prompt:
-        raise ApiError.invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        raise ApiError.bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     return render(
         ChatFields(
             messages=body.messages,
@@ -261,7 +168,7 @@ def chat_script(body: ChatBody) -> Script:
     return Script(schema=_schema(body.response_format))
 
 
-def _common(body: _Body, request_id: str | None) -> dict[str, Any]:
+def _common(body: GenerationBody, request_id: str | None) -> dict[str, Any]:
     options = body.stream_options or {}
     include_usage = bool(options.get("include_usage"))
     return {
@@ -282,28 +189,35 @@ def _common(body: _Body, request_id: str | None) -> dict[str, Any]:
     }
 
 
-def _check_common(body: _Body) -> None:
+def _check_common(body: GenerationBody) -> None:
     if body.stream_options and not body.stream:
-        raise ApiError.invalid("Stream options can only be defined when `stream=True`.", param="stream_options")
-    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= 1024:
-        raise ApiError.invalid("Parameter 'cache_salt' must be a non-empty string of at most 1024 characters.")
+        raise ApiError.bad_request("Stream options can only be defined when `stream=True`.", param="stream_options")
+    if body.cache_salt == "":
+        raise ApiError.bad_request("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
+    if body.cache_salt and (len(body.cache_salt) > 128 or set(body.cache_salt) & set("@/\\\0")):
+        raise ApiError.bad_request(
+            "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', '\\\\', or NUL.",
+            param="cache_salt",
+        )
     wanted = body.response_format or {}
     if wanted.get("type") == "json_schema" and wanted.get("json_schema") is None:
-        raise ApiError.invalid(
+        raise ApiError.bad_request(
             "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
             param="response_format",
         )
     if body.n is not None and body.n < 1:
         raise ApiError.bad_request(f"n must be at least 1, got {body.n}.", param="n")
+    if body.n is not None and body.n > 1 and body.temperature == 0:
+        raise ApiError.bad_request(f"n must be 1 when using greedy sampling, got {body.n}.")
     if body.temperature is not None and body.temperature < 0:
         raise ApiError.bad_request(f"temperature must be non-negative, got {body.temperature}.", param="temperature")
 
 
 def _check_tools(body: ChatBody) -> None:
     if body.continue_final_message and body.add_generation_prompt:
-        raise ApiError.invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        raise ApiError.bad_request("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     if body.tools == []:
-        raise ApiError.invalid(
+        raise ApiError.bad_request(
             "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
             param="tools",
         )
@@ -314,10 +228,10 @@ def _check_tools(body: ChatBody) -> None:
     if choice in (None, "none"):
         return
     if not body.tools:
-        raise ApiError.invalid("When using `tool_choice`, `tools` must be set.", param="tool_choice")
+        raise ApiError.bad_request("When using `tool_choice`, `tools` must be set.", param="tool_choice")
     if isinstance(choice, str):
         if choice not in ("auto", "required"):
-            raise ApiError.invalid(
+            raise ApiError.bad_request(
                 f"Invalid value for `tool_choice`: {choice}! "
                 'Only named tools, "none", "auto" or "required" are supported.',
                 param="tool_choice",
@@ -326,9 +240,11 @@ def _check_tools(body: ChatBody) -> None:
     function = choice.get("function") if choice else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
-        raise ApiError.invalid("Expected field `name` in `function` in `tool_choice`!", param="tool_choice.function")
+        raise ApiError.bad_request(
+            "Expected field `name` in `function` in `tool_choice`!", param="tool_choice.function"
+        )
     if name not in [tool["function"]["name"] for tool in body.tools]:
-        raise ApiError.invalid(
+        raise ApiError.bad_request(
             "The tool specified in `tool_choice` does not match any of the specified `tools`", param="tool_choice"
         )
 
@@ -349,7 +265,7 @@ def _take_prompt_ids(body: ChatBody) -> tuple[dict[str, Json] | None, list[int] 
     return params, ids
 
 
-def _params(body: _Body) -> dict[str, Json] | None:
+def _params(body: GenerationBody) -> dict[str, Json] | None:
     """The request's transfer parameters, or their twin among the extra arguments, which vLLM passes on unchecked."""
     if body.kv_transfer_params is not None:
         return dict(body.kv_transfer_params)
@@ -359,7 +275,7 @@ def _params(body: _Body) -> dict[str, Json] | None:
     return dict(smuggled) if smuggled is not None else None
 
 
-def _truncated(prompt: Prompt, body: _Body, max_model_len: int) -> Prompt:
+def _truncated(prompt: Prompt, body: GenerationBody, max_model_len: int) -> Prompt:
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -375,17 +291,28 @@ def _truncated(prompt: Prompt, body: _Body, max_model_len: int) -> Prompt:
     return Prompt(tokens, {i - start: value for i, value in prompt.features.items() if 0 <= i - start < len(tokens)})
 
 
-def _max_tokens(prompt: Prompt, limit: int | None, max_model_len: int) -> int:
-    room = max_model_len - len(prompt.tokens)
-    if room < 1:
+def _max_tokens(prompt: Prompt, limit: int | None, min_tokens: int, max_model_len: int) -> int:
+    length = len(prompt.tokens)
+    room = max_model_len - length
+    if limit is not None and limit > max_model_len:
         raise ApiError.bad_request(
-            f"This model's maximum context length is {max_model_len} tokens. However, your request has "
-            f"{len(prompt.tokens)} input tokens. Please reduce the length of the input messages.",
-            param="input_tokens",
+            f"max_tokens={limit} cannot be greater than max_model_len={max_model_len}. Please request fewer output tokens.",
+            param="max_tokens",
+            value=limit,
         )
-    if limit is not None and limit < 1:
-        raise ApiError.bad_request(f"max_tokens must be at least 1, got {limit}.", param="max_tokens")
-    return room if limit is None else min(limit, room)
+    if room < 0:
+        raise ApiError.bad_request(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains {length} input "
+            "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input prompt.",
+            param="input_tokens",
+            value=length,
+        )
+    most = room if limit is None else min(limit, room)
+    if most < 1:
+        raise ApiError.bad_request(f"max_tokens must be at least 1, got {most}.", param="max_tokens", value=most)
+    if min_tokens > most:
+        raise ApiError.bad_request(f"min_tokens must be less than or equal to max_tokens={most}, got {min_tokens}.")
+    return most
 
 
 def _with_reasoning(message: Mapping[str, Json]) -> Mapping[str, Json]:

@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
+from .bodies import Json
 from .core import EngineCore
 from .errors import ApiError, EngineDeadError, KVLoadError
 from .kv import kv_value
 from .output import Choice, Delta
-from .requests import Call, Json
+from .requests import Call
 from .tokenizer import decode, token_str
 
 FINGERPRINT = "vllm-0.32.0-loopback"
@@ -243,7 +244,7 @@ class Writer:
         if self.details:
             first, last = self.choices[0], self.choices[-1]
             if self.call.chat:
-                details = {"cached_tokens": first.cached_tokens, "created_cache_tokens": first.created_cache_tokens}
+                details = {"cached_tokens": first.cached_tokens, "created_cache_tokens": first.seq.num_created}
             else:
                 details = {"cached_tokens": last.cached_tokens}
         if whole:

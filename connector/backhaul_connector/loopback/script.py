@@ -30,7 +30,7 @@ velvet violet walnut water willow winter wren yarrow zephyr
 WORDS = tuple(_WORDS.split())
 _SHORTEST, _SPREAD = 24, 30
 _WORDS_PER_SENTENCE = 6
-LONGEST_TEXT = _SHORTEST + _SPREAD + max(map(len, WORDS)) + 2
+_LAST_WORD = max(map(len, WORDS)) + len(". .")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,13 @@ class Script:
     def structured(self) -> bool:
         return self.tool is not None or self.schema is not None
 
-    def longest(self, max_tokens: int, *, open_ended: bool) -> int:
+    def longest(self, max_tokens: int, *, min_tokens: int, ignore_eos: bool) -> int:
         """Most tokens that an answer can have: how many blocks a request must be sure of to be admitted."""
         if self.structured:
             return min(max_tokens, len(self._structured(_longest)) + 1)
-        return max_tokens if open_ended else min(max_tokens, LONGEST_TEXT + 1)
+        if ignore_eos:
+            return max_tokens
+        return min(max_tokens, max(_SHORTEST + _SPREAD, min_tokens) + _LAST_WORD + 1)
 
     def tokens(self, state: int, *, min_tokens: int = 0, ignore_eos: bool = False) -> Iterator[int]:
         """The answer's ids, ending with EOS. Endless text with `ignore_eos`; structured answers always end."""

@@ -8,22 +8,28 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from . import requests
+from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, convert
 from .config import VLLM_VERSION, EngineConfig, Faults, Received
-from .core import EngineCore, Seq
+from .core import EngineCore
 from .errors import ApiError, EngineDeadError, KVLoadError
 from .output import Choice
-from .requests import Call, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .requests import Call
 from .responses import Writer
+from .sequence import Seq
 from .template import Prompt
 from .tokenizer import decode, token_str
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_cut_after: ContextVar[int | None] = ContextVar("cut_after", default=None)
+"""Bytes of the body after which the request being handled loses its connection."""
 
 _SCALE_OUT_OFF = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
 
@@ -71,8 +77,11 @@ class Server:
             error = ApiError(faults.status, "ServiceUnavailableError", "failure ordered by a test")
             return web.json_response(error.body(), status=error.status)
         limit = faults.die_after_bytes or 0
-        request["die_after_bytes"] = limit
-        response = await handler(request)
+        previous = _cut_after.set(limit)
+        try:
+            response = await handler(request)
+        finally:
+            _cut_after.reset(previous)
         if isinstance(response, web.Response):
             return await self._cut(request, response, limit)
         return response
@@ -111,7 +120,7 @@ class Server:
 
     async def _generate(self, request: web.Request, type_: type[ChatBody] | type[CompletionBody]) -> web.StreamResponse:
         body = await _body(request)
-        parsed = requests.convert(body, type_)
+        parsed = convert(body, type_)
         if self.core.dead is not None:
             raise self.core.dead
         try:
@@ -143,7 +152,7 @@ class Server:
             for copy in range(call.n):
                 request_id = f"{copy}_{base}" if call.n > 1 else base
                 seq = self._sequence(call, prompt, f"{request_id}-{uuid.uuid4().hex[:8]}", copy, call.max_tokens[index])
-                choices.append(Choice(call, seq, len(choices), block_size=self.config.block_size))
+                choices.append(Choice(call, seq, len(choices)))
         return choices
 
     def _sequence(self, call: Call, prompt: Prompt, request_id: str, copy: int, max_tokens: int) -> Seq:
@@ -163,7 +172,7 @@ class Server:
 
     async def _stream(self, request: web.Request, writer: Writer) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        limit: int | None = request.get("die_after_bytes")
+        limit = _cut_after.get()
         await response.prepare(request)
         sent = 0
         async with aclosing(writer.stream()) as events:
@@ -180,14 +189,14 @@ class Server:
 
     async def render_chat(self, request: web.Request) -> web.StreamResponse:
         self._check_scale_out()
-        body = requests.convert(await _body(request), ChatBody)
+        body = convert(await _body(request), ChatBody)
         call = self._call(request, body)
         await self._pay_for_rendering(call)
         return web.json_response(self._generate_request(call, body, 0))
 
     async def render_completions(self, request: web.Request) -> web.StreamResponse:
         self._check_scale_out()
-        body = requests.convert(await _body(request), CompletionBody)
+        body = convert(await _body(request), CompletionBody)
         call = self._call(request, body)
         await self._pay_for_rendering(call)
         return web.json_response([self._generate_request(call, body, index) for index in range(len(call.prompts))])
@@ -212,7 +221,7 @@ class Server:
         return {
             "request_id": request_id,
             "token_ids": call.prompts[index].tokens,
-            "features": None,
+            "features": _features(call.prompts[index]),
             "sampling_params": sampling,
             "model": body.model,
             "reasoning_ended": None,
@@ -228,7 +237,7 @@ class Server:
         }
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = requests.convert(await _body(request), TokenizeBody)
+        body = convert(await _body(request), TokenizeBody)
         self._check_model(body.model)
         tokens = requests.tokenize(body)
         return web.json_response(
@@ -241,7 +250,7 @@ class Server:
         )
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = requests.convert(await _body(request), DetokenizeBody)
+        body = convert(await _body(request), DetokenizeBody)
         self._check_model(body.model)
         requests.check_vocabulary(body.tokens, param=None)
         return web.json_response({"prompt": decode(body.tokens, skip_special_tokens=False)})
@@ -295,11 +304,11 @@ class Server:
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
         self.core.reap()
-        return web.Response(status=200 if self.core.pool.reset_cache() else 500)
+        return web.json_response({"success": self.core.pool.reset_cache()})
 
     def _check_model(self, model: str | None) -> None:
         if model and model != self.config.model:
-            raise ApiError.unknown_model(model)
+            raise ApiError.unknown_model(model, self.config.model)
 
     def _check_scale_out(self) -> None:
         if not self.config.enable_scale_out:
@@ -308,11 +317,20 @@ class Server:
 
 async def _body(request: web.Request) -> Any:
     if request.content_type != "application/json":
-        raise ApiError.invalid("Unsupported Media Type: Only 'application/json' is allowed")
+        raise ApiError.invalid("Unsupported Media Type: Only 'application/json' is allowed", param="header")
     try:
         return msgspec.json.decode(await request.read())
     except msgspec.DecodeError as error:
         raise ApiError.invalid(f"JSON decode error: {error}", param="body") from error
+
+
+def _features(prompt: Prompt) -> dict[str, Any] | None:
+    """Which positions hold an image rather than their token, and which image (`MultiModalFeatures`)."""
+    if not prompt.features:
+        return None
+    places = [{"offset": offset, "length": 1} for offset in prompt.features]
+    hashes = [f"{content:08x}" for content in prompt.features.values()]
+    return {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}}
 
 
 def _json_or_none(raw: bytes) -> Any:

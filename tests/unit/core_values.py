@@ -1,0 +1,106 @@
+"""Ready-made values of the router's core, small and alike, for the tests of its parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from backhaul_router import digests, wire
+from backhaul_router.config import RouterConfig
+from backhaul_router.fleet import Engine, Fleet, Role
+from backhaul_router.ledger import Branch, Held, Taken
+from backhaul_router.wire import Endpoint, Facts, Handle
+
+BLOCK = 16
+P1, P2 = "http://p1:1", "http://p2:1"
+D1, D2 = "http://d1:1", "http://d2:1"
+
+
+def engine(url: str, **fields: Any) -> Engine:
+    """`http://p...` prefills, `http://d...` decodes."""
+    role = Role.PREFILL if url.startswith("http://p") else Role.DECODE
+    given: dict[str, Any] = {
+        "version": "0.32.0",
+        "models": ("m",),
+        "adapters": frozenset(),
+        "block_size": BLOCK,
+        "max_model_len": 4096,
+        "renders": True,
+        "streams_handles": True,
+    }
+    return Engine(url=url, role=role, **given | fields)
+
+
+def fleet(*urls: str, **fields: Any) -> Fleet:
+    return Fleet(engine(url, **fields) for url in urls or (P1, D1))
+
+
+def config(**fields: Any) -> RouterConfig:
+    return RouterConfig(**{"prefill": (P1,), "decode": (D1,), **fields})
+
+
+def params(request_id: str = "r", *, tokens: int = 128, engine_id: str = "d-1", **fields: Any) -> dict[str, Any]:
+    """An engine's `kv_transfer_params`, as vLLM 0.32 writes them."""
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_block_ids": [list(range(1, 1 + -(-tokens // BLOCK)))],
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": "10.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+        "remote_num_tokens": tokens,
+        "remote_blocks_expiry_time": 12345.678901234567,
+        "transfer_mode": "pull",
+    } | fields
+
+
+def encoded(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def handle(request_id: str = "r", *, tokens: int = 128, **fields: Any) -> Handle:
+    found, _ = wire.read_handle(encoded(params(request_id, tokens=tokens, **fields)))
+    assert found is not None
+    return found
+
+
+def held(
+    request_id: str = "r", *, tokens: int = 128, decode: str = D1, deadline: float = 1000.0, **fields: Any
+) -> Held:
+    return Held(handle(request_id, tokens=tokens, **fields), decode, deadline, tokens)
+
+
+def branch(
+    messages: Sequence[bytes] = (b"a",),
+    ids: Sequence[int] = range(128),
+    *,
+    held: Held | None = None,
+    decode: str = D1,
+    prefill: str | None = P1,
+    **fields: Any,
+) -> Branch:
+    given: dict[str, Any] = {
+        "chain": digests.chain(messages),
+        "blocks": digests.block_chain(ids, BLOCK),
+        "block_size": BLOCK,
+        "tokens": len(ids),
+        "message_bytes": sum(map(len, messages)),
+        "decode": decode,
+        "prefill": prefill,
+        "held": held,
+    }
+    return Branch(**given | fields)
+
+
+def taken(of: Branch | None = None, *, common: int = 1, **fields: Any) -> Taken:
+    """What the ledger hands out for a branch, its handle included."""
+    return Taken(branch=of, held=of.held if of else None, common=common, **fields)
+
+
+def facts(body: dict[str, Any] | None = None, endpoint: Endpoint = Endpoint.CHAT, **fields: Any) -> Facts:
+    """A request, read: one user message, unless `body` says more."""
+    given = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} if endpoint is Endpoint.CHAT else {}
+    return wire.read_request(endpoint, encoded(given | (body or {}) | fields))

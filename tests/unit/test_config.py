@@ -1,0 +1,123 @@
+"""What a router is told, and that every mistake in it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from backhaul_router.config import RouterConfig
+from backhaul_router.errors import ConfigError
+from backhaul_router.report import Route
+
+P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
+
+
+def config(**fields: Any) -> RouterConfig:
+    return RouterConfig(**{"prefill": [P], "decode": [D], **fields})
+
+
+def test_two_lists_of_urls_will_do() -> None:
+    made = config()
+    assert (made.prefill, made.decode) == ((P,), (D,))
+    assert (made.decoder_kv_blocks_ttl, made.kv_recompute_threshold) == (480.0, 64)
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("http://host:1/", "http://host:1"),
+        ("http://host:1/v1", "http://host:1"),
+        ("http://host:1/v1/", "http://host:1"),
+        ("https://host", "https://host"),
+        ("http://[::1]:8100", "http://[::1]:8100"),
+        ("http://host:1/engines/a", "http://host:1/engines/a"),
+    ],
+)
+def test_an_engines_url_is_its_base(url: str, kept: str) -> None:
+    assert config(decode=[url]).decode == (kept,)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:8100", "localhost", "ftp://host", "http://", "http://host:x", "http://host:0", "http://host:99999", 5, None],
+)
+def test_what_is_no_url_is_quoted(url: Any) -> None:
+    with pytest.raises(ConfigError, match="prefill=") as caught:
+        config(prefill=[url])
+    assert repr(url) in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://u:secret@host:1", "http://secret@host:1", "http://host:1?k=secret", "http://host:1#x"])
+def test_credentials_in_a_url_are_refused_and_not_quoted(url: str) -> None:
+    with pytest.raises(ConfigError, match="decode=: host: credentials") as caught:
+        config(decode=[url])
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["prefill", "decode"])
+@pytest.mark.parametrize(("urls", "what"), [([], "is empty"), (P, "takes a list"), (None, "takes a list"), ({P}, "list")])
+def test_engines_come_as_a_list_that_is_not_empty(field: str, urls: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=.*{what}"):
+        config(**{field: urls})
+
+
+def test_an_engine_has_one_role() -> None:
+    with pytest.raises(ConfigError, match=r"8100.*both prefill= and decode="):
+        config(decode=[D, P + "/v1"])
+
+
+def test_an_engine_is_listed_once() -> None:
+    with pytest.raises(ConfigError, match="decode= lists the same engine twice"):
+        config(decode=[D, D + "/"])
+
+
+def test_a_route_may_be_a_word() -> None:
+    assert config(route="local").route is Route.LOCAL
+    with pytest.raises(ConfigError, match=r"route='hot'.*cold, warm, local"):
+        config(route="hot")
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("kv_recompute_threshold", -1),
+        ("local_max_tokens", -1),
+        ("decoder_kv_blocks_ttl", 0),
+        ("prefill_timeout_s", 0),
+        ("decode_timeout_s", -1),
+        ("connect_timeout_s", float("nan")),
+        ("max_idle_s", 0),
+        ("max_body_bytes", 0),
+        ("max_conversations", 0),
+        ("max_branches", 0),
+        ("lease_margin_s", -1),
+        ("lease_margin_s", 480.0),
+    ],
+)
+def test_a_number_out_of_range_is_named_with_its_value(field: str, bad: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}={bad}"):
+        config(**{field: bad})
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"kv_recompute_threshold": 0},
+        {"local_max_tokens": 0},
+        {"lease_margin_s": 0},
+        {"decoder_kv_blocks_ttl": 20.0, "lease_margin_s": 19.9},
+    ],
+)
+def test_the_smallest_values_are_allowed(good: dict[str, Any]) -> None:
+    config(**good)
+
+
+@pytest.mark.parametrize("field", ["kv_recompute_threshold", "decoder_kv_blocks_ttl", "max_branches", "lease_margin_s"])
+def test_a_value_of_another_type_is_named(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        config(**{field: "64"})
+
+
+def test_an_unknown_field_is_told() -> None:
+    with pytest.raises(TypeError, match="prefil"):
+        config(prefil=[P])

@@ -1,0 +1,63 @@
+"""Chained digests: equal exactly as far as what they cover is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from backhaul_router import digests
+from hypothesis import given
+from hypothesis import strategies as st
+
+# Few distinct values, so that long common prefixes and near misses both happen.
+IDS = st.lists(st.sampled_from([0, 1, 255, 256, 65_535, 2**32 - 1]), max_size=40)
+PARTS = st.lists(st.sampled_from([b"", b"a", b"b", b"ab"]), max_size=12)
+SIZES = st.sampled_from([1, 3, 16])
+
+
+def same_prefix(a: Sequence[object], b: Sequence[object]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(PARTS, PARTS, PARTS)
+def test_the_common_prefix_of_two_chains_is_that_of_their_parts(start: list[bytes], a: list[bytes], b: list[bytes]) -> None:
+    ours, theirs = start + a, start + b
+    assert digests.common(digests.chain(ours), digests.chain(theirs)) == same_prefix(ours, theirs)
+
+
+@given(SIZES, IDS, IDS, IDS)
+def test_common_blocks_are_the_whole_blocks_of_the_common_tokens(
+    size: int, start: list[int], a: list[int], b: list[int]
+) -> None:
+    ours, theirs = start + a, start + b
+    found = digests.common(digests.block_chain(ours, size), digests.block_chain(theirs, size))
+    assert found == same_prefix(ours, theirs) // size
+
+
+@given(SIZES, IDS, st.integers(0, 40))
+def test_a_chain_can_be_continued_at_any_block(size: int, ids: list[int], blocks: int) -> None:
+    whole = digests.block_chain(ids, size)
+    cut = min(blocks, digests.count(whole)) * size
+    first = digests.block_chain(ids[:cut], size)
+    assert first + digests.block_chain(ids[cut:], size, first) == whole
+
+
+@given(PARTS, PARTS)
+def test_parts_do_not_run_together(a: list[bytes], b: list[bytes]) -> None:
+    assert (digests.chain(a) == digests.chain(b)) == (a == b)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (15, 0), (16, 1), (17, 1), (31, 1), (32, 2)])
+def test_only_whole_blocks_count(tokens: int, blocks: int) -> None:
+    assert digests.count(digests.block_chain(range(tokens), 16)) == blocks
+
+
+def test_nothing_is_common_with_nothing() -> None:
+    assert digests.common(b"", b"") == 0
+    assert digests.common(digests.chain([b"a"]), b"") == 0
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [0] * 15 + [2**40]])
+def test_what_is_no_token_id_cannot_be_digested(ids: list[int]) -> None:
+    with pytest.raises(OverflowError):
+        digests.block_chain(ids, 16)

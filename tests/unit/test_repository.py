@@ -1,0 +1,144 @@
+"""What holds for the source tree as a whole: which package may import which, and what importing Backhaul costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = {package.name: package for package in map(Path.resolve, ROOT.glob("*/backhaul*")) if package.is_dir()}
+
+MAY_IMPORT = {
+    "backhaul_router": set(),
+    "backhaul": {"backhaul_router"},
+    "backhaul_langchain": {"backhaul", "backhaul_router"},
+    "backhaul_connector": {"backhaul_router.wire", "backhaul_router.digests"},
+}
+"""Imports run one way: integrations, sdk, router. What runs inside vLLM needs only the wire's words."""
+
+COMMAND = "backhaul_router.cli"
+"""`backhaul up` starts engines, so the command line reaches the connector's launcher, when that is asked for."""
+
+ENGINE_SIDE = {"gguf", "nixl", "prometheus_client", "tokenizers", "torch", "transformers", "vllm"}
+"""Installed where engines run: importing Backhaul must work without them."""
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str
+    imported: str
+    at_import_time: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer} imports {self.imported}"
+
+
+def imports_of(path: Path, package: Path) -> Iterator[Import]:
+    module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+    parent = module.split(".")[:-1]
+
+    def visit(node: ast.AST, at_import_time: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, at_import_time)
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                [*parent[: len(parent) + 1 - node.level], *filter(None, [node.module])] if node.level else [node.module]
+            )
+            for alias in node.names:
+                yield Import(module, ".".join([*base, alias.name]), at_import_time)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            return
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, at_import_time and not inside)
+
+    yield from visit(ast.parse(path.read_text(), path), True)
+
+
+IMPORTS = [
+    found for package in PACKAGES.values() for path in package.rglob("*.py") for found in imports_of(path, package)
+]
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_the_imports_are_found():
+    assert Import("backhaul_router.report", "msgspec", True) in IMPORTS
+    assert Import("backhaul_router.config", "backhaul_router.errors.ConfigError", True) in IMPORTS
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_each_other_one_way(package):
+    others = {name for name in PACKAGES if name != package}
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if within(found.importer, package)
+        and any(within(found.imported, other) for other in others)
+        and not any(within(found.imported, allowed) for allowed in MAY_IMPORT[package])
+        and not (
+            found.importer == COMMAND and within(found.imported, "backhaul_connector") and not found.at_import_time
+        )
+    ]
+    assert wrong == []
+
+
+def test_only_the_connector_imports_what_is_installed_beside_engines_and_not_before_it_is_needed():
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.imported.split(".")[0] in ENGINE_SIDE
+        and (found.at_import_time or not within(found.importer, "backhaul_connector"))
+    ]
+    assert wrong == []
+
+
+def test_importing_the_sdk_loads_no_engine_no_framework_and_no_second_http_library():
+    program = """
+import sys, openai
+before = set(sys.modules)
+import backhaul, backhaul_router.router, backhaul_connector
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(ran.stdout.split())
+    assert "backhaul_router" in loaded
+    assert loaded & {*ENGINE_SIDE, "httpx", "langchain_core", "redis", "starlette", "uvicorn"} == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_is_typed_checked_and_distributed(package):
+    assert (PACKAGES[package] / "py.typed").exists()
+    assert package in PYPROJECT["tool"]["mypy"]["packages"]
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert str(PACKAGES[package].relative_to(ROOT)) in wheel["packages"]
+    assert PACKAGES[package].parent.name in wheel["dev-mode-dirs"]
+
+
+@pytest.mark.parametrize(("forbidden", "status"), [("0", 0), ("1", 1)])
+def test_skips_fail_a_run_that_forbids_them(tmp_path, forbidden, status):
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text("import pytest\n\ndef test_it():\n    pytest.skip('no such thing here')\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
+        env={**os.environ, "BACKHAUL_NO_SKIPS": forbidden},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == status
+    assert ("a skip is a failure" in ran.stdout) == (forbidden == "1")
