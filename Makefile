@@ -8,11 +8,24 @@ DEV := .venv/.installed
 OPENAI2 := .venv-openai2/.installed
 VLLM := .venv-vllm/.installed
 
-.PHONY: help check test test-fast lock clean
+.PHONY: help demo bench check test test-fast lock clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(DEV) ## Show an agent's turns with reuse off and on, on engines without a model: half a minute
+	.venv/bin/backhaul demo $(ARGS)
+
+bench: $(DEV) ## Measure time to first token: two cost models, and real vLLM engines where they can be installed
+	@mkdir -p $(BENCH)
+	.venv/bin/backhaul bench ttft --setup qwen3-32b --json $(BENCH)/qwen3-32b.json --out $(BENCH)/qwen3-32b
+	.venv/bin/backhaul bench ttft --setup glm-5-fp8 --json $(BENCH)/glm-5-fp8.json --out $(BENCH)/glm-5-fp8
+	@$(MAKE) --no-print-directory $(VLLM)
+	.venv/bin/backhaul bench ttft --engines vllm --python .venv-vllm/bin/python $(ARGS) \
+		--json $(BENCH)/vllm.json --out $(BENCH)/vllm
+
+BENCH := build/bench
 
 check: $(DEV) ## Check formatting, lint and types
 	.venv/bin/ruff format --check

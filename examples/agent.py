@@ -16,10 +16,19 @@ from typing import Any
 
 import backhaul
 
-SYSTEM = "You help people to find their way in a folder of files. Answer briefly, from the tools' results only."
+SYSTEM = """You help people to find their way in a folder of files.
+Rules:
+1. Answer in one or two short sentences, from the tools' results only. Never guess what a file holds.
+2. Name files exactly as the tools do, with their endings, and say where in the folder they lie.
+3. Numbers are whole unless a tool gave you a fraction; then give two digits after the point.
+4. When a tool fails, say what failed and which tool could help instead. Do not apologise.
+5. If someone asks for something that is not in the folder, say so, and say what is.
+6. The folder belongs to a software project: README.md says what it is, CHANGELOG.md what is new in it,
+   pyproject.toml how it is built, Makefile what a developer can run, LICENSE what others may do with it."""
 FOLDER = Path(__file__).resolve().parent.parent
 PLAN = [
     ("Which files are in this folder?", "list_files", {}),
+    ("What is this project about?", "read_file", {"name": "README.md"}),
     ("How many words does README.md have?", "count_words", {"name": "README.md"}),
     ("At 200 words a minute, how many minutes does that take to read?", "divide", {"a": 1000, "b": 200}),
 ]
@@ -28,6 +37,12 @@ PLAN = [
 def list_files() -> str:
     """List the names of all files."""
     return "\n".join(sorted(path.name for path in FOLDER.iterdir() if path.is_file()))
+
+
+def read_file(name: str) -> str:
+    """Read the beginning of one file."""
+    path = FOLDER / Path(name).name
+    return path.read_text(errors="replace")[:1200] if path.is_file() else f"there is no file {name}"
 
 
 def count_words(name: str) -> str:
@@ -41,9 +56,10 @@ def divide(a: float, b: float) -> str:
     return f"{a / b:.2f}" if b else "b must not be 0"
 
 
-TOOLS = {tool.__name__: tool for tool in (list_files, count_words, divide)}
+TOOLS = {tool.__name__: tool for tool in (list_files, read_file, count_words, divide)}
 ARGUMENTS: dict[str, dict[str, str]] = {
     "list_files": {},
+    "read_file": {"type": "object", "properties": {"name": {"type": "string"}}},
     "count_words": {"name": "string"},
     "divide": {"a": "number", "b": "number"},
 }
@@ -84,7 +100,9 @@ async def run(options: argparse.Namespace) -> backhaul.ReuseTotal:
             """Asks the model, and puts its answer into the history."""
             if options.stream:
                 async with client.chat.completions.stream(messages=history, **request) as stream:
-                    completion: Any = await stream.get_final_completion()
+                    async for _ in stream:
+                        pass
+                    completion: Any = stream.current_completion_snapshot
             else:
                 completion = await client.chat.completions.create(messages=history, **request)
             message = completion.choices[0].message

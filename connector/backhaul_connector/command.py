@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import nixl_progress
+from . import nixl_progress, worker_waits
 from .models import BUILT_IN, location
 
 HOST = "127.0.0.1"
@@ -185,6 +185,7 @@ def engine_command(
             "OMP_NUM_THREADS": str(omp_threads),
             "UCX_TLS": os.environ.get("UCX_TLS", "all"),
             nixl_progress.DELAY_VARIABLE: "1000",
+            worker_waits.WAIT_VARIABLE: "1",
         }
     elif gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus

@@ -200,8 +200,7 @@ class Engines:
         waiting = [engine for engine in self.all if not engine.asked_to_end and not engine.ready]
         last_word = begin
         while waiting:
-            for engine in self.all:
-                engine.check()
+            self.check()
             for engine in list(waiting):
                 if engine.healthy:
                     waiting.remove(engine)
@@ -221,11 +220,15 @@ class Engines:
                 self._report(f"waiting for {', '.join(engine.name for engine in waiting)} ({now - begin:.0f} s)")
             time.sleep(0.25)
 
+    def check(self) -> None:
+        """Raises `LaunchError` when an engine has ended of itself."""
+        for engine in self.all:
+            engine.check()
+
     def watch(self) -> NoReturn:
         """Waits until an engine ends of itself, and raises `LaunchError` then."""
         while True:
-            for engine in self.all:
-                engine.check()
+            self.check()
             time.sleep(0.25)
 
     def stop(self) -> None:

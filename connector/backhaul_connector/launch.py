@@ -23,9 +23,18 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def up(config: EnginesConfig, *, dry_run: bool = False, say: Callable[[str], None] = _say) -> int:
+def up(
+    config: EnginesConfig,
+    *,
+    dry_run: bool = False,
+    say: Callable[[str], None] = _say,
+    run: Callable[[Engines], None] | None = None,
+) -> int:
     """Runs engines until Ctrl-C or SIGTERM, and returns 0. Raises `LaunchError` if they cannot be started, or one ends
-    of itself; no process is left either way."""
+    of itself; no process is left either way.
+
+    `run` is what is done while they run, such as a router: it says how to reach it, calls `engines.check()` now and then,
+    and returns when all is to end. By default the engines are only watched."""
     if dry_run:
         for command in dry_commands(config):
             say(command.shell())
@@ -33,11 +42,14 @@ def up(config: EnginesConfig, *, dry_run: bool = False, say: Callable[[str], Non
     engines = Engines(config, report=say)
     try:
         with _termination_interrupts(), engines:
-            say(how_to_reach(engines))
-            engines.watch()
+            if run is None:
+                say(how_to_reach(engines))
+                engines.watch()
+            run(engines)
     except KeyboardInterrupt:
-        say("stopped")
-        return 0
+        pass
+    say("stopped")
+    return 0
 
 
 def dry_commands(config: EnginesConfig) -> tuple[EngineCommand, ...]:
@@ -48,8 +60,8 @@ def dry_commands(config: EnginesConfig) -> tuple[EngineCommand, ...]:
     return plan(config, python=python, device=device, cores=cores, gpus=interpreter.visible_gpus())
 
 
-def how_to_reach(engines: Engines) -> str:
-    """The engines' addresses, and what one pastes into a program."""
+def how_to_reach(engines: Engines, router: str | None = None) -> str:
+    """The addresses, of a router's base URL too where there is one, and what one pastes into a program."""
     prefill, decode = ([engine.url for engine in role] for role in (engines.prefill, engines.decode))
     arguments = [f"prefill={_literal(prefill)}", f"decode={_literal(decode)}"]
     defaults = EnginesConfig()
@@ -58,15 +70,19 @@ def how_to_reach(engines: Engines) -> str:
         for name in ("decoder_kv_blocks_ttl", "kv_recompute_threshold")
         if getattr(engines.config, name) != getattr(defaults, name)
     ]
-    return f"""
-model    {engines.model}
-prefill  {" ".join(prefill)}
-decode   {" ".join(decode)}
-
-    from backhaul import AsyncOpenAI
-    client = AsyncOpenAI({", ".join(arguments)})
-
-Ctrl-C stops the engines."""
+    embedded = f"client = AsyncOpenAI({', '.join(arguments)})"
+    lines = [f"model    {engines.model}", f"prefill  {' '.join(prefill)}", f"decode   {' '.join(decode)}"]
+    clients = [embedded]
+    if router is not None:
+        lines.append(f"router   {router}")
+        clients = [
+            f'client = AsyncOpenAI(base_url="{router}", api_key="none")',
+            "# or, with a router inside your own process:",
+            embedded,
+        ]
+    program = "\n    ".join(["from backhaul import AsyncOpenAI", *clients])
+    what = "the engines" if router is None else "everything"
+    return "\n" + "\n".join(lines) + f"\n\n    {program}\n\nCtrl-C stops {what}."
 
 
 def _literal(urls: list[str]) -> str:

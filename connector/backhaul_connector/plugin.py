@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from . import nixl_progress
+from . import nixl_progress, worker_waits
 from .on_import import change_on_import
 
 VERSION = 1
@@ -69,6 +69,7 @@ def register() -> None:
     """The entry point. May be called several times in a process; raises nothing, since vLLM would end with it."""
     try:
         nixl_progress.register()
+        worker_waits.register()
         installed = str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
         if not known(installed):
             logger.warning("Backhaul does not know vLLM %s: streams are left as they are", installed)

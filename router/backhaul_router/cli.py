@@ -4,9 +4,23 @@ imported when it runs."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+    from backhaul_connector.launch import Engines
+
+    from .config import RouterConfig
 
 
 class CommandError(Exception):
@@ -46,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"backhaul {version('backhaul')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_up(commands)
+    _add_serve(commands)
+    _add_demo(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -54,11 +71,15 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
     parser = commands.add_parser(
         "up",
-        help="start prefill and decode engines on this machine, until Ctrl-C",
+        help="start prefill and decode engines and a router on this machine, until Ctrl-C",
         usage="%(prog)s [options] [-- vLLM flags for every engine]",
         allow_abbrev=False,
     )
     options.add_arguments(parser)
+    router = parser.add_argument_group("router")
+    router.add_argument("--no-router", dest="router", action="store_false", help="start the engines only")
+    router.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
+    router.add_argument("--port", type=int, help="(default: 8000, or a free one where that is in use)")
     parser.set_defaults(run=_up)
 
 
@@ -66,9 +87,210 @@ def _up(args: argparse.Namespace) -> int:
     from backhaul_connector import launch, options
 
     try:
-        return launch.up(options.config_from(args, args.passed_on), dry_run=args.dry_run)
+        config = options.config_from(args, args.passed_on)
+        if args.dry_run or not args.router:
+            return launch.up(config, dry_run=args.dry_run)
+        with _listener(args.host, args.port) as listener:
+            return launch.up(config, run=lambda engines: _route(engines, listener))
     except launch.LaunchError as error:
         raise CommandError(str(error), error.detail) from error
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _listener(host: str, port: int | None) -> Iterator[socket.socket]:
+    """The router's address, taken before anything is started."""
+    server = _server_module("--no-router starts the engines alone")
+    if port is None:
+        try:
+            listener = server.listen(host, server.DEFAULT_PORT)
+        except ConfigError:
+            listener = server.listen(host, 0)
+    else:
+        listener = server.listen(host, port)
+    with listener:
+        yield listener
+
+
+def _route(engines: Engines, listener: socket.socket) -> None:
+    """Runs the router for as long as the engines run. Raises `LaunchError` when one has ended."""
+    from backhaul_connector import launch
+
+    from . import server
+
+    def started(url: str) -> None:
+        print(launch.how_to_reach(engines, url), flush=True)
+
+    server.serve_on(listener, _config_for(engines), started=started, check=engines.check)
+
+
+def _config_for(engines: Engines) -> RouterConfig:
+    from .config import RouterConfig
+    from .serve_options import engine_api_key
+
+    ttl = engines.config.decoder_kv_blocks_ttl
+    return RouterConfig(
+        prefill=tuple(engine.url for engine in engines.prefill),
+        decode=tuple(engine.url for engine in engines.decode),
+        decoder_kv_blocks_ttl=ttl,
+        lease_margin_s=min(10.0, ttl / 4),
+        kv_recompute_threshold=engines.config.kv_recompute_threshold,
+        api_key=engine_api_key(),
+    )
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from . import serve_options
+
+    parser = commands.add_parser("serve", help="run a router in front of engines, until Ctrl-C", allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long requests may take to finish when it is told to stop (default: %(default)s)",
+    )
+    serve_options.add_arguments(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from . import serve_options
+
+    server = _server_module()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        server.serve(serve_options.config_from(args), args.host, args.port, grace_s=args.grace_s)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    except KeyboardInterrupt:  # before there was anything to finish
+        pass
+    print("stopped", flush=True)
+    return 0
+
+
+def _server_module(otherwise: str = "") -> ModuleType:
+    try:
+        from . import server
+    except ModuleNotFoundError as error:
+        hint = f"; {otherwise}" if otherwise else ""
+        raise CommandError(f"the router's server needs {error.name}: pip install 'backhaul[server]'{hint}") from error
+    return server
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="show what reuse does to an agent's turns, on engines that need no accelerator",
+        allow_abbrev=False,
+    )
+    _add_engines(parser)
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the turns' reports")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    with _installed("demo"):
+        from backhaul import demo
+    options = demo.Options(engines=args.engines, model=args.model, python=args.python, json=args.json)
+    with _engine_trouble():
+        return demo.main(options)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
+    parser = bench.add_subparsers(dest="bench", metavar="WHAT", required=True).add_parser(
+        "ttft",
+        help="time to first token as a conversation grows: reuse off, warm, local",
+        usage="%(prog)s [options] [-- vLLM flags for every engine]",
+        allow_abbrev=False,
+    )
+    _add_engines(parser)
+    parser.add_argument(
+        "--setup", default="qwen3-32b", metavar="NAME", help="loopback: the cost model (default: %(default)s)"
+    )
+    parser.add_argument("--prompt-tokens", type=_lengths, metavar="N,N,...", help="prompt lengths")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="what each turn adds to its history")
+    parser.add_argument("--repeats", type=int, metavar="N")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write two plots, as PNG and SVG")
+    parser.set_defaults(run=_bench_ttft)
+
+
+def _bench_ttft(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import command
+    options = command.Options(
+        engines=args.engines,
+        setup=args.setup,
+        model=args.model,
+        python=args.python,
+        vllm_args=tuple(args.passed_on),
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        repeats=args.repeats,
+        json=args.json,
+        out=args.out,
+    )
+    with _engine_trouble():
+        try:
+            return command.main(options)
+        except command.OptionsError as error:
+            raise CommandError(str(error)) from error
+
+
+def _add_engines(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engines",
+        choices=("loopback", "vllm"),
+        default="loopback",
+        help="loopback: no model, times from a cost model; vllm: real ones, started here (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model", default="tiny", metavar="DIR_OR_NAME", help="vllm: as for `up` (default: %(default)s)"
+    )
+    parser.add_argument("--python", metavar="PATH", help="vllm: the Python that has it (default: this one)")
+
+
+def _new_file(text: str) -> Path:
+    """Refused before minutes of measuring, not after them."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no file can be written there")
+    return path
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers with commas between, such as 512,1024") from None
+
+
+@contextlib.contextmanager
+def _installed(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("rich", "matplotlib"):
+            raise
+        raise CommandError(f"this needs {error.name}: pip install 'backhaul[{extra}]'") from error
+
+
+@contextlib.contextmanager
+def _engine_trouble() -> Iterator[None]:
+    import openai
+    from backhaul_connector import launch
+
+    try:
+        yield
+    except launch.LaunchError as error:
+        raise CommandError(str(error), error.detail) from error
+    except (openai.OpenAIError, OSError) as error:
+        raise CommandError(f"{type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from .errors import ConfigError
 from .report import Route
 
-
 _TOKENS = ("kv_recompute_threshold", "local_max_tokens")
 _SECONDS = ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s")
 _COUNTS = ("max_body_bytes", "max_conversations", "max_branches")

@@ -88,6 +88,11 @@ class Taken:
     """To be released."""
 
     @property
+    def related(self) -> bool:
+        """Whether the request continues, repeats or edits the branch, rather than being another agent's history."""
+        return self.branch is not None and (self.common > 0 or not self.branch.chain)
+
+    @property
     def diverged_at(self) -> int | None:
         """Index of the first message that differs from those on record."""
         if self.branch is None or self.common >= digests.count(self.branch.chain):
@@ -182,7 +187,7 @@ class MemoryLedger:
             self._conversations.move_to_end(key)
             drop: tuple[Held, ...] = ()
             index = self._index(conversation, taken.branch)
-            if index is not None and taken.common:
+            if index is not None and taken.related:
                 drop = _handles([conversation.branches.pop(index)])
             conversation.branches.append(branch)
             if branch.held is not None:

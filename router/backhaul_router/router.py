@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
+from urllib.parse import unquote
 
 from . import wire
 from .aiohttp_client import AiohttpClient
@@ -39,7 +40,7 @@ from .effects import (
     Took,
 )
 from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
-from .errors import ConfigError, error_body
+from .errors import ConfigError, error_body, error_event
 from .fleet import Engine, Fleet, Role, check_fit
 from .identity import IdentityError, identify
 from .ledger import Held, MemoryLedger
@@ -107,7 +108,8 @@ class WholeReply:
 
 
 def _error(status: int, message: str, *, code: str, param: str | None = None) -> WholeReply:
-    body = error_body(message, type_="invalid_request_error", code=code, param=param)
+    type_ = "invalid_request_error" if status < 500 else "server_error"
+    body = error_body(message, type_=type_, code=code, param=param)
     return WholeReply(status, (("content-type", "application/json"), ("x-should-retry", "false")), body)
 
 
@@ -135,6 +137,7 @@ class Router:
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
         self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Router {self._fleet or 'not connected'}, {self.ledger}>"
@@ -242,15 +245,17 @@ class Router:
     @staticmethod
     def _passes(method: str, path: str) -> bool:
         if method == "GET":
-            return path in _GET or path.startswith("/v1/models/")
+            steps = set(unquote(path).split("/"))
+            return path in _GET or (path.startswith("/v1/models/") and not steps & {".", ".."})
         return method == "POST" and path in _POST
 
     @staticmethod
     def _engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
         """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
-        out = {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
-        request_id = headers.get("x-request-id", "")
-        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 and request_id.isascii() else uuid.uuid4().hex
+        plain = {name: value for name, value in headers.items() if value.isascii() and value.isprintable()}
+        out = {name: plain[name] for name in _FORWARDED_HEADERS if name in plain}
+        request_id = plain.get("x-request-id", "")
+        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else uuid.uuid4().hex
         if conversation and conversation.isascii():
             out["x-session-id"] = conversation
         return out
@@ -269,9 +274,15 @@ class Router:
         )
         try:
             stream = await self.client.open(call)
+            if stream.headers.get("content-type", "").startswith("text/event-stream"):
+                return _PassedStream(stream)
+            try:
+                answer = b"".join([chunk async for chunk in stream])
+            finally:
+                await stream.aclose()
         except EngineFailure as failure:
             return _error(502, failure.message, code="decode_failed")
-        return _PassedReply(stream)
+        return WholeReply(stream.status, _passed_headers(stream), wire.without_handles(answer))
 
     async def end_conversation(self, conversation: str) -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
@@ -293,6 +304,7 @@ class Router:
         if self._fleet is not None:
             await self.flush()
             await self.settled()
+        self._closed = True
         await self.client.aclose()
 
     # --- releases
@@ -315,21 +327,27 @@ class Router:
         return [Release(held.handle.params, via) for held in dropped] if via else []
 
     async def _release(self, release: Release) -> None:
-        url = f"{release.via.url}{wire.Endpoint.COMPLETIONS}"
-        call = EngineCall(url, wire.release_body(release.params), timeout_s=_RELEASE_TIMEOUT_S)
+        """By way of another engine where the first one cannot."""
+        another = self.fleet.pick(release.via.role, None, {release.via.url})
+        why = await self._release_via(release.via, release.params)
+        if why is not None and another is not None:
+            why = await self._release_via(another, release.params)
+        self.fleet.count_release(failed=why is not None)
+        if why is not None:
+            log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", why)
+
+    async def _release_via(self, engine: Engine, params: bytes) -> str | None:
+        """Why it failed, or `None`."""
+        if self._closed:  # a turn was still running
+            return "the router is closed"
+        url = f"{engine.url}{wire.Endpoint.COMPLETIONS}"
+        call = EngineCall(url, wire.release_body(params), timeout_s=_RELEASE_TIMEOUT_S)
         try:
             answer = await self.client.call(call)
         except EngineFailure as failure:
-            self.fleet.count_release(failed=True)
-            log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", failure.message)
-            return
+            return failure.message
         # The request is made to be rejected; that is what makes the engine notify the holder of the blocks.
-        failed = answer.status not in (400, 404)
-        self.fleet.count_release(failed=failed)
-        if failed:
-            log.warning(
-                "%s answered %d to a release; the blocks stay pinned until their TTL", release.via, answer.status
-            )
+        return None if answer.status in (400, 404) else f"{engine} answered {answer.status}"
 
     # --- what a run performs
 
@@ -406,12 +424,14 @@ class _Run:
 
     async def aclose(self) -> None:
         """Ends the turn wherever it is; the engines notice at once."""
-        await self._look_once_more()
-        state = self._state
-        self._state = Done()
-        if not isinstance(state, Done):
-            self._perform(state.abandon(self._router.clock()))
-        await self._close_stream(drain=isinstance(state, Done))
+        try:
+            await self._look_once_more()
+        finally:  # a cancelled scope of anyio's cancels at every await
+            state = self._state
+            self._state = Done()
+            if not isinstance(state, Done):
+                self._perform(state.abandon(self._router.clock()))
+            await self._close_stream(drain=isinstance(state, Done))
 
     async def _look_once_more(self) -> None:
         """Reads what an engine has sent already. A client that leaves at the last token would leave its handle unread in
@@ -524,38 +544,36 @@ async def _read_to_end(chunks: AsyncIterator[bytes], wait_s: float = 0.05) -> No
         log.debug("an engine kept its stream open after the end of its answer")
 
 
-class _PassedReply:
-    """An engine's answer as it is, without handles."""
+def _passed_headers(stream: EngineStream) -> Headers:
+    return [(name, stream.headers[name]) for name in ("content-type", "retry-after") if name in stream.headers]
+
+
+class _PassedStream:
+    """An engine's events as they are, without handles."""
 
     def __init__(self, stream: EngineStream) -> None:
         self._stream = stream
         self.status = stream.status
-        self._type = stream.headers.get("content-type", "")
-        self.headers: Headers = [
-            (name, stream.headers[name]) for name in ("content-type", "retry-after") if name in stream.headers
-        ]
+        self.headers = _passed_headers(stream)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        splitter = EventSplitter()
         try:
-            if self._type.startswith("text/event-stream"):
-                splitter = EventSplitter()
-                async for chunk in self._stream:
-                    for event in splitter.feed(chunk):
-                        yield self._clean(event)
-                yield splitter.rest()
-            else:
-                body = b"".join([chunk async for chunk in self._stream])
-                yield wire.without_handles(body) if self._type.startswith("application/json") else body
+            async for chunk in self._stream:
+                for event in splitter.feed(chunk):
+                    yield self._clean(event)
+        except EngineFailure as failure:
+            yield error_event(failure.message, type_="server_error", code="decode_failed")
         finally:
             await self._stream.aclose()
 
     @staticmethod
     def _clean(event: bytes) -> bytes:
         data = data_of(event)
-        if data is None or not any(key.encode() in event for key in wire.FORBIDDEN):
+        if data is None or (cleaned := wire.without_handles(data)) == data:
             return event
         fields = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
-        return b"\n".join([*fields, b"data: " + wire.without_handles(data)]) + b"\n\n"
+        return b"\n".join([*fields, b"data: " + cleaned]) + b"\n\n"
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -119,7 +119,7 @@ class Turn:
     first_byte: float | None = None
 
     def __post_init__(self) -> None:
-        self.chain = digests.chain(self.facts.messages)
+        self.chain = digests.chain(self.facts.parts)
         conversation = self.identity.conversation if self.identity else ""
         self.key = Key(self.tenant, self.facts.model, self.facts.cache_salt, conversation)
 
@@ -137,7 +137,7 @@ class Turn:
     def took(self, taken: Taken, now: float) -> Step:
         """The ledger has answered."""
         self.draft["turn"] = taken.turn
-        self.draft["diverged_at"] = taken.diverged_at
+        self._diverged_at(taken.diverged_at)
         if not self.config.reuse:
             taken = dataclasses.replace(taken, reason=Reason.REUSE_OFF)
         state, actions = self._taken(taken, now)
@@ -158,7 +158,8 @@ class Turn:
         facts, branch = self.facts, self.taken.branch
         picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
         engines = [engine for engine in picks if engine is not None and engine.block_size]
-        if facts.unproven or self.fleet.ignores_ids or any(facts.model in engine.adapters for engine in engines):
+        is_base = not facts.model or all(facts.model in engine.models for engine in engines)
+        if facts.unproven or self.fleet.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
             engines = []
         if engines and facts.prompt_ids is not None:
             self.rendered(facts.prompt_ids, engines[0])
@@ -186,10 +187,15 @@ class Turn:
     def _note_divergence(self, blocks: bytes) -> None:
         """Messages that all match, but tokens that do not: it is the engine's own answer that comes back changed."""
         branch, common = self.taken.branch, self.taken.common
-        if branch is None or common < digests.count(branch.chain) or len(self.facts.messages) <= common:
+        if branch is None or common < digests.count(branch.chain) or len(self.facts.parts) <= common:
             return
         if digests.common(blocks, branch.blocks) < min(digests.count(blocks), digests.count(branch.blocks)):
-            self.draft["diverged_at"] = common
+            self._diverged_at(common)
+
+    def _diverged_at(self, part: int | None) -> None:
+        """Notes the message that differs. A completion's prompt is compared in pieces, and is one message."""
+        is_chat = self.facts.endpoint is wire.Endpoint.CHAT
+        self.draft["diverged_at"] = part if part is None or is_chat else 0
 
     def placed(self, now: float) -> Step:
         """Decides where the turn runs, and goes there."""
@@ -294,7 +300,7 @@ class Turn:
             # A stock engine leaves no handle for a turn that it ran alone; the one before holds a prefix of the history.
             held, missing = kept, None
         elif self.spare is not None:
-            actions += self.release(self.spare.handle) if self.taken.common else (GiveBack(self.key, self.taken),)
+            actions += self.release(self.spare.handle) if self.taken.related else (GiveBack(self.key, self.taken),)
         self.spare = None
         self.draft["handle_remaining_s"] = held.deadline - now if held else None
         earlier = self.taken.branch.prefill if self.taken.branch else None
@@ -795,7 +801,12 @@ class Relaying:
             return (self if self.started else dataclasses.replace(self, started=True)), actions
         last = Send(b"data: [DONE]\n\n")
         if stream.error is not None:
-            return Done(), (*actions, *turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
+            ended = (
+                *turn.release(stream.handle),
+                *turn.unfinished(),
+                turn.report(placement, now, error="decode_failed"),
+            )
+            return Done(), (*actions, *ended, last)
         if stream.handle is None and self.before.prefilled is not None and not placement.decode.streams_handles:
             turn.fleet.count_unreachable_pin()
         settled = turn.settle(placement, stream.handle, stream.generated, None, now)

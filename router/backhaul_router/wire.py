@@ -98,6 +98,9 @@ class Facts:
     cache_salt: str
     messages: tuple[bytes, ...]
     """The history's messages as they were sent; for completions the prompt is the only one."""
+    parts: tuple[bytes, ...]
+    """What is compared with earlier turns: the messages, or the prompt in whole pieces, so that a longer prompt that begins
+    with an earlier one is known to continue it."""
     prompt_ids: tuple[int, ...] | None
     """Token ids, when that is what the client sent."""
     multiple: bool
@@ -172,8 +175,10 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
             alone = alone or key
     if known.get("echo"):
         alone = alone or "echo"
-    if known.get("max_tokens") == 0 or known.get("max_completion_tokens") == 0:
-        alone = alone or "max_tokens"
+    for key in ("max_tokens", "max_completion_tokens", "n"):
+        # To be rejected, but for `echo`: P, which is asked for one token and one sequence, would not.
+        if (number := known.get(key)) is not None and number < 1:
+            alone = alone or key
     options = known.get("stream_options") or {}
     messages, prompt_ids, odd, unproven = _history(endpoint, members)
     return Facts(
@@ -187,11 +192,21 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         wants_token_ids=bool(known.get("return_token_ids")),
         cache_salt=known.get("cache_salt") or "",
         messages=messages,
+        parts=messages if endpoint is Endpoint.CHAT else _pieces(messages),
         prompt_ids=prompt_ids,
         multiple=(known.get("n") or 1) > 1 or (known.get("best_of") or 1) > 1 or bool(known.get("use_beam_search")),
         alone=alone or odd,
         unproven=unproven,
     )
+
+
+_PIECE = 256
+
+
+def _pieces(prompts: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The one prompt without its closing quote or bracket, in whole pieces."""
+    whole = max(0, len(prompts[0]) - 1) // _PIECE * _PIECE if prompts else 0
+    return tuple(prompts[0][i : i + _PIECE] for i in range(0, whole, _PIECE))
 
 
 class _Message(msgspec.Struct):
@@ -534,13 +549,18 @@ def client_answer(members: Members, *, keep_token_ids: bool, note: Mapping[str, 
 def without_handles(data: bytes) -> bytes:
     """A JSON body of any endpoint without transfer parameters, at the top or inside `response` (as the Responses API nests
     them in its events). What is no JSON object stays as it is."""
+    if not any(key.encode() in data for key in FORBIDDEN):
+        return data
     try:
         members: dict[str, Raw | bytes] = dict(split(data))
     except MalformedBody:
         return data
-    if bytes(members.get("response", b"")).startswith(b"{"):
-        members["response"] = without_handles(bytes(members["response"]))
-    return join({key: value for key, value in members.items() if key not in FORBIDDEN})
+    response = bytes(members.get("response", b""))
+    cleaned = without_handles(response) if response.startswith(b"{") else response
+    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
+    if cleaned != response:
+        kept["response"] = cleaned
+    return join(kept) if cleaned != response or len(kept) < len(members) else data
 
 
 def _without_ids(choice: Raw) -> bytes:

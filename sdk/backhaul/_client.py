@@ -11,7 +11,7 @@ from backhaul_router.errors import ConfigError
 from backhaul_router.identity import FIELDS, HEADERS
 from backhaul_router.scope import current
 
-from . import _http
+from . import _http, _remote
 from ._conversation import Conversation, Reuse, entered
 from ._options import AsyncClientOptions, ClientOptions, router_config, split
 
@@ -43,6 +43,12 @@ class _Client:
     def _inherit(self, original: _Client) -> Self:
         self._embedded, self._bound = original._embedded, original._bound
         return self
+
+    def _follow(self) -> None:
+        """Collects the reports of a router elsewhere. `_client` is openai's HTTP client."""
+        client = self._client  # type: ignore[attr-defined]
+        if not _http.is_embedded(client):
+            _remote.follow(client)
 
     def _refuse_elsewhere(self, options: Mapping[str, Any]) -> None:
         if self._embedded:
@@ -85,6 +91,7 @@ class OpenAI(_Client, openai.OpenAI):
             rest["http_client"] = _http.embedded_client(config, _http.openais_http_module())
         super().__init__(**rest)
         self._embedded = config is not None
+        self._follow()
 
     def for_conversation(self, id: str | None = None) -> Self:
         """A copy whose calls belong to a conversation of their own, wherever they are made; `.reuse` has its reports.
@@ -136,6 +143,7 @@ class AsyncOpenAI(_Client, openai.AsyncOpenAI):
             rest["http_client"] = _http.embedded_async_client(config, _http.openais_http_module())
         super().__init__(**rest)
         self._embedded = config is not None
+        self._follow()
 
     def for_conversation(self, id: str | None = None) -> Self:
         """A copy whose calls belong to a conversation of their own, wherever they are made; `.reuse` has its reports.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Unpack
@@ -48,11 +49,24 @@ def async_http_client(
 
 
 def embedded_client(config: RouterConfig, module: ModuleType) -> Any:
-    return module.Client(transport=make_transport(Router(config), module), **_defaults(module))
+    return _marked(module.Client(transport=make_transport(Router(config), module), **_defaults(module)))
 
 
 def embedded_async_client(config: RouterConfig, module: ModuleType) -> Any:
-    return module.AsyncClient(transport=make_async_transport(Router(config), module), **_defaults(module))
+    return _marked(module.AsyncClient(transport=make_async_transport(Router(config), module), **_defaults(module)))
+
+
+def is_embedded(client: Any) -> bool:
+    """Whether an HTTP client was made here: its router puts reports on record by itself."""
+    return client in _embedded
+
+
+def _marked(client: Any) -> Any:
+    _embedded.add(client)
+    return client
+
+
+_embedded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def openais_http_module() -> ModuleType:

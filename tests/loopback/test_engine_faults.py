@@ -168,7 +168,7 @@ async def test_engine_process_ends_with_its_parent() -> None:
     process.kill()
     await process.wait()
     async with asyncio.timeout(30):
-        while alive(pid):  # noqa: ASYNC110
+        while alive(pid):
             await asyncio.sleep(0.05)
 
 

@@ -61,7 +61,7 @@ async def grown(engines: Bench) -> tuple[Any, list[int]]:
 async def until(holds: Callable[[], bool]) -> None:
     """Waits for what real sockets take a moment to do."""
     async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.001)
 
 

@@ -76,7 +76,7 @@ def talk_sync(client: openai.OpenAI, model: str, *, stream: bool = False) -> lis
 async def freed(pair: LoopbackPair) -> None:
     """Returns when the decode engine holds nothing any more. P passes a release on after it has answered."""
     async with asyncio.timeout(10):
-        while pair.decode.pinned_blocks:  # noqa: ASYNC110 (the engine has no event for it)
+        while pair.decode.pinned_blocks:
             await asyncio.sleep(0.002)
 
 

@@ -39,7 +39,18 @@ def test_an_engines_url_is_its_base(url: str, kept: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "host:8100", "localhost", "ftp://host", "http://", "http://host:x", "http://host:0", "http://host:99999", 5, None],
+    [
+        "",
+        "host:8100",
+        "localhost",
+        "ftp://host",
+        "http://",
+        "http://host:x",
+        "http://host:0",
+        "http://host:99999",
+        5,
+        None,
+    ],
 )
 def test_what_is_no_url_is_quoted(url: Any) -> None:
     with pytest.raises(ConfigError, match="prefill=") as caught:
@@ -47,7 +58,9 @@ def test_what_is_no_url_is_quoted(url: Any) -> None:
     assert repr(url) in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["http://u:secret@host:1", "http://secret@host:1", "http://host:1?k=secret", "http://host:1#x"])
+@pytest.mark.parametrize(
+    "url", ["http://u:secret@host:1", "http://secret@host:1", "http://host:1?k=secret", "http://host:1#x"]
+)
 def test_credentials_in_a_url_are_refused_and_not_quoted(url: str) -> None:
     with pytest.raises(ConfigError, match="decode=: host: credentials") as caught:
         config(decode=[url])
@@ -55,7 +68,9 @@ def test_credentials_in_a_url_are_refused_and_not_quoted(url: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["prefill", "decode"])
-@pytest.mark.parametrize(("urls", "what"), [([], "is empty"), (P, "takes a list"), (None, "takes a list"), ({P}, "list")])
+@pytest.mark.parametrize(
+    ("urls", "what"), [([], "is empty"), (P, "takes a list"), (None, "takes a list"), ({P}, "list")]
+)
 def test_engines_come_as_a_list_that_is_not_empty(field: str, urls: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}=.*{what}"):
         config(**{field: urls})

@@ -20,7 +20,9 @@ def same_prefix(a: Sequence[object], b: Sequence[object]) -> int:
 
 
 @given(PARTS, PARTS, PARTS)
-def test_the_common_prefix_of_two_chains_is_that_of_their_parts(start: list[bytes], a: list[bytes], b: list[bytes]) -> None:
+def test_the_common_prefix_of_two_chains_is_that_of_their_parts(
+    start: list[bytes], a: list[bytes], b: list[bytes]
+) -> None:
     ours, theirs = start + a, start + b
     assert digests.common(digests.chain(ours), digests.chain(theirs)) == same_prefix(ours, theirs)
 

@@ -26,7 +26,12 @@ def take(ledger: MemoryLedger, *messages: bytes, key: Key = KEY, now: float = 0.
 
 
 def settle(
-    ledger: MemoryLedger, *messages: bytes, handle: Held | None = None, key: Key = KEY, now: float = 0.0, **fields: object
+    ledger: MemoryLedger,
+    *messages: bytes,
+    handle: Held | None = None,
+    key: Key = KEY,
+    now: float = 0.0,
+    **fields: object,
 ) -> tuple[Held, ...]:
     """A whole turn that asked with `messages` and left `handle`."""
     taken = take(ledger, *messages, key=key, now=now)

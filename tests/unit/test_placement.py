@@ -29,7 +29,12 @@ def left(of: Sequence[int] = RAN, *, common: int = 1, handle: Held | None = None
 
 
 def put(
-    ids: Sequence[int] | None, history: Taken, on: Fleet | None = None, *, cfg: dict[str, Any] | None = None, **args: Any
+    ids: Sequence[int] | None,
+    history: Taken,
+    on: Fleet | None = None,
+    *,
+    cfg: dict[str, Any] | None = None,
+    **args: Any,
 ) -> Placement | NoEngine:
     return place(prompt(ids), history, on or fleet(), config(**{"local_max_tokens": 0, **(cfg or {})}), **args)
 

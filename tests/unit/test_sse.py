@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
-LINE = st.sampled_from([b"data: {}", b"data:", b": ping", b"event: x", "data: é日🎈".encode(), b"data: \\n\\n", b"id: 1"])
+LINE = st.sampled_from(
+    [b"data: {}", b"data:", b": ping", b"event: x", "data: é日🎈".encode(), b"data: \\n\\n", b"id: 1"]
+)
 
 
 @st.composite

@@ -70,7 +70,9 @@ ORDINARY = [
     event(chunk("x" * 2**20)),
     event(chunk('"usage": {"prompt_tokens": 1}, "kv_transfer_params": {}, "error": 1')),
     event({"id": "c", "choices": [{"logprobs": {"content": [{"token": "usage"}, {"token": "error"}]}}]}),
-    event({"id": "c", "choices": [{"delta": {"tool_calls": [{"function": {"arguments": '{"kv_transfer_params":1}'}}]}}]}),
+    event(
+        {"id": "c", "choices": [{"delta": {"tool_calls": [{"function": {"arguments": '{"kv_transfer_params":1}'}}]}}]}
+    ),
     event(chunk("data: [DONE]")),
     event(chunk("a", usage=None)),
     b": ping\n\n",
@@ -193,7 +195,9 @@ def test_usage_that_only_the_router_asked_for_is_swallowed() -> None:
 
 def test_usage_that_the_client_asked_for_is_annotated() -> None:
     watched = Watched(wants_usage=True, note={"route": "warm"})
-    assert parsed(watched.feed(event(USAGE_EVENT))) == [{**USAGE_EVENT, "usage": {**USAGE, "backhaul": {"route": "warm"}}}]
+    assert parsed(watched.feed(event(USAGE_EVENT))) == [
+        {**USAGE_EVENT, "usage": {**USAGE, "backhaul": {"route": "warm"}}}
+    ]
 
 
 def test_usage_passes_untouched_where_there_is_nothing_to_note() -> None:

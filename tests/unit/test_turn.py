@@ -56,7 +56,11 @@ A = TypeVar("A")
 PROMPT = tuple(range(1000, 1200))
 """The next turn's prompt; its first 128 tokens are what the turn before ran."""
 OLD = "old-d"
-MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+MESSAGES = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "so"},
+]
 
 
 def history(ran: Sequence[int] = PROMPT[:128], *, common: bool = True, holds: int | None = None) -> Taken:
@@ -448,6 +452,7 @@ def test_where_nobody_renders_tokenize_is_asked() -> None:
         (facts(messages=MESSAGES, documents=[{"a": 1}]), {"renders": False}),
         (facts(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), {}),
         (facts(messages=MESSAGES, model="adapter"), {"adapters": frozenset({"adapter"})}),
+        (facts(messages=MESSAGES, model="loaded later"), {}),
         (facts(messages=MESSAGES), {"block_size": None}),
         (facts({"prompt": [-1, 5]}, Endpoint.COMPLETIONS), {}),
     ],
@@ -532,6 +537,15 @@ def test_a_handle_is_trusted_for_what_surely_ran_alone(claims: int, holds: int) 
     drive.feed(whole(kv_transfer_params=params("d-1", tokens=claims, remote_block_ids=blocks)), Ended())
     assert drive.filed.held is not None
     assert drive.filed.held.tokens == holds
+
+
+@pytest.mark.parametrize(("generated", "blocks"), [(8, 12), (9, 13), (10, 13), (24, 13), (25, 14)])
+def test_the_last_generated_token_is_on_record_only_once_another_follows(generated: int, blocks: int) -> None:
+    drive = Drive(FIRST)
+    drive.feed(rendered(), prefilled(), BODY, whole(generated=range(generated)), Ended())
+    assert digests.count(drive.filed.blocks) == blocks
+    assert drive.filed.held is not None
+    assert drive.filed.held.tokens == drive.filed.tokens == 199 + generated
 
 
 def test_without_the_generated_ids_only_the_prompt_is_on_record() -> None:
@@ -876,7 +890,9 @@ def test_a_decode_answer_that_cannot_be_read_is_an_error(body: bytes) -> None:
     assert (drive.one(Respond).status, drive.error["code"]) == (502, "decode_failed")
 
 
-@pytest.mark.parametrize("bad", [{**finish(), "kv_transfer_params": "x"}, {**USAGE, "usage": {"prompt_tokens": "x"}}, {**finish(), "x": NAN}])
+@pytest.mark.parametrize(
+    "bad", [{**finish(), "kv_transfer_params": "x"}, {**USAGE, "usage": {"prompt_tokens": "x"}}, {**finish(), "x": NAN}]
+)
 @pytest.mark.parametrize("started", [False, True])
 def test_an_event_that_cannot_be_read_breaks_the_stream_and_not_the_router(bad: object, started: bool) -> None:
     drive = prefilled_drive(P1, D1, request=STREAMED)
@@ -981,7 +997,9 @@ def test_leaving_a_warm_prefill_releases_the_handle() -> None:
     assert drive.all(GiveBack) == []
 
 
-@pytest.mark.parametrize("before", [[], [STREAM], [STREAM, Chunk(b"data: {")], [Opened(500, JSON)], [Opened(429, JSON)]])
+@pytest.mark.parametrize(
+    "before", [[], [STREAM], [STREAM, Chunk(b"data: {")], [Opened(500, JSON)], [Opened(429, JSON)]]
+)
 def test_leaving_before_decode_has_answered_releases_what_prefill_holds(before: list[Event]) -> None:
     drive = prefilled_drive(P1, D1)
     drive.feed(*before)
@@ -1149,7 +1167,7 @@ class Journey:
         self.sent_to_prefill(call, unread=refused or (isinstance(come, Answered) and 400 <= come.status < 500))
         if isinstance(come, Answered) and come.status == 200:
             name = json.loads(call.body)["kv_transfer_params"].get("remote_request_id")
-            if name is not None and b"remote_request_id" in come.body or come.body == b"odd":
+            if (name is not None and b"remote_request_id" in come.body) or come.body == b"odd":
                 self.owed.pop(name, None)  # P has read it, which frees it
         self.drive.feed(come)
 

@@ -78,7 +78,19 @@ def test_text_that_is_not_utf_8_is_malformed(field: bytes) -> None:
 # --- forbidden keys, in every spelling -----------------------------------------------------------------------------------
 
 HOSTILE = ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "conversation_id")
-OTHER = ("model", "n", "stream", "stream_options", "messages", "session_id", "x", "kv_transfer_params ", "é", "\x00", "")
+OTHER = (
+    "model",
+    "n",
+    "stream",
+    "stream_options",
+    "messages",
+    "session_id",
+    "x",
+    "kv_transfer_params ",
+    "é",
+    "\x00",
+    "",
+)
 
 
 @st.composite
@@ -294,7 +306,8 @@ def test_one_sequence_is_one_however_it_is_asked_for(field: dict[str, Any]) -> N
         ("return_prompt_text", True),
         ("echo", True),
         ("max_tokens", 0),
-        ("max_completion_tokens", 0),
+        ("max_completion_tokens", -1),
+        ("n", 0),
     ],
 )
 def test_a_request_whose_prompt_is_not_what_was_compared_goes_to_decode_alone(field: str, value: object) -> None:
@@ -358,6 +371,17 @@ def test_a_completion_prompt_is_one_message(prompt: bytes, messages: object, ids
 @pytest.mark.parametrize("prompt", [None, [], ["a", "b"], ["a"], [[1, 2]], [True], [1.5], {"a": 1}, 5])
 def test_a_prompt_batch_or_an_odd_prompt_goes_alone(prompt: object) -> None:
     assert facts({"prompt": prompt}, COMPLETIONS).alone == "prompt"
+
+
+def test_a_longer_prompt_is_known_to_continue_a_shorter_one() -> None:
+    def parts(prompt: object) -> tuple[bytes, ...]:
+        return facts({"prompt": prompt}, COMPLETIONS).parts
+
+    for first, more in (("story " * 100, "and on"), (list(range(500)), [7, 8])):
+        short, long = parts(first), parts(first + more)  # type: ignore[operator]
+        assert len(short) >= 2
+        assert long[: len(short)] == short
+    assert parts("short") == ()
 
 
 # --- what the engines are sent -------------------------------------------------------------------------------------------
@@ -597,7 +621,9 @@ def test_tokenize_takes_a_completions_prompt() -> None:
 
 ANSWER = {
     "id": "chatcmpl-1",
-    "choices": [{"index": 0, "message": {"content": "kv_transfer_params"}, "token_ids": [7, 8], "finish_reason": "stop"}],
+    "choices": [
+        {"index": 0, "message": {"content": "kv_transfer_params"}, "token_ids": [7, 8], "finish_reason": "stop"}
+    ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}},
     "prompt_token_ids": [1, 2, 3],
     "kv_transfer_params": params(),

@@ -1,5 +1,6 @@
-"""An agent's side of the real-engine tests: turns through a router, each compared with the client's own body sent straight
-to an engine that never saw a handle."""
+"""An agent's side of the real-engine tests: turns through a router, each compared with a reference: the client's own body
+sent straight to the decode engine, under a cache salt of its own. No decode engine is ever given another one's handle,
+and under a fresh salt nothing that anyone computed before can serve the answer."""
 
 from __future__ import annotations
 
@@ -51,6 +52,13 @@ class Answer:
         return {"content": "", **message}
 
     @property
+    def token_ids(self) -> list[int]:
+        """The generated ids, where the request asked for them."""
+        if self.choices and "token_ids" in self.choice:
+            return list(self.choice["token_ids"])
+        return [i for chunk in events(self.raw) for c in chunk["choices"] for i in c.get("token_ids") or []]
+
+    @property
     def text(self) -> str:
         return str(self.choice["message"].get("content") if "message" in self.choice else self.choice["text"])
 
@@ -61,7 +69,6 @@ class Agent:
 
     router: Router
     engines: EngineSet
-    reference: str
     reports: list[ReuseReport]
     conversation: str | None = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -87,7 +94,9 @@ class Agent:
                 parsed = json.loads(raw)
                 answer.choices, answer.usage = parsed["choices"], parsed["usage"]
             if check:
-                assert comparable(answer.choices) == comparable(await reference_choices(self.reference, path, body))
+                assert comparable(answer.choices) == comparable(
+                    await reference_choices(self.engines.decode[0], path, body)
+                )
         return answer
 
     async def _engine_ids(self) -> list[bytes]:

@@ -29,6 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(START_TIMEOUT_S))
+    items.sort(key=_engines_used)
+
+
+def _engines_used(item: pytest.Item) -> int:
+    """Orders the tests by the set of engines that they use, so that each set is started once."""
+    fixtures = getattr(item, "fixturenames", ())
+    if HERE not in item.path.parents:
+        return 0
+    for rank, fixture in enumerate(("smollm2_engines", "engines_prefix_caching", "stock", "engines")):
+        if fixture in fixtures:
+            return 4 - rank
+    return 5
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -62,16 +74,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def engine_sets(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSets]:
     sets = EngineSets(logs=lambda: tmp_path_factory.mktemp("engines"))
     yield sets
-    sets.stop()
+    sets.make_room()
 
 
-@pytest.fixture(scope="session")
+# Only one set is alive at a time, so these are looked up for every test; a set that is still there is reused.
+
+
+@pytest.fixture
 def engines(engine_sets: EngineSets) -> EngineSet:
     """The tiny model: one P without prefix caching, one D."""
     return engine_sets.default()
-
-
-# Only one special set is alive at a time, so these are looked up for every test; a set that is still there is reused.
 
 
 @pytest.fixture
@@ -83,10 +95,4 @@ def engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
 @pytest.fixture
 def smollm2_engines(engine_sets: EngineSets) -> EngineSet:
     """A real chat model in float32, in which equal KV gives equal answers; P without prefix caching."""
-    return engine_sets.special(replace(EngineSets.DEFAULT, model="smollm2", dtype="float32"))
-
-
-@pytest.fixture
-def reference(engines: EngineSet) -> str:
-    """Where a client's own body is sent straight to, for the answer that a routed turn must equal."""
-    return engines.decode[0]
+    return engine_sets.special(replace(EngineSets.DEFAULT, model="smollm2"))

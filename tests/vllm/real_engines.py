@@ -44,8 +44,8 @@ class EngineSet:
 
 
 class EngineSets:
-    """Starts sets when a test first asks for one. The default set stays; of the special ones only one is alive at a
-    time, since each engine takes 2.5 GB and a share of the cores."""
+    """Starts sets when a test asks for one. One set is alive at a time, since each engine takes 2.5 GB and a share of the
+    cores; the tests are ordered so that each set is started once."""
 
     DEFAULT = EnginesConfig(python=str(PYTHON), prefill_prefix_caching=False, dtype="float32")
 
@@ -59,13 +59,14 @@ class EngineSets:
     def default(self) -> EngineSet:
         """The tiny model, one P without prefix caching, one D."""
         if self._default is None:
+            self.make_room()
             self._default = self._start(self.DEFAULT)
         return EngineSet(self._default)
 
-    def special(self, config: EnginesConfig, **env: str) -> EngineSet:
-        """A set of another shape, in place of the special set before it; `env` is set while it starts."""
+    def special(self, config: EnginesConfig, *, beside_default: bool = False, **env: str) -> EngineSet:
+        """A set of another shape, in place of the set before it; `env` is set while it starts."""
         if self._special is None or (self._special.config, self._special_env) != (config, env):
-            self.make_room()
+            self.make_room(keep_default=beside_default)
             with pytest.MonkeyPatch.context() as patch:
                 for name, value in env.items():
                     patch.setenv(name, value)
@@ -77,16 +78,14 @@ class EngineSets:
             config, logs=self._logs(), report=lambda line: print(line, file=sys.stderr, flush=True)
         ).__enter__()
 
-    def make_room(self) -> None:
-        """Ends the special set, if there is one: for tests that start engines themselves."""
+    def make_room(self, *, keep_default: bool = False) -> None:
+        """Ends the sets that are there: for tests that start engines themselves."""
         if self._special is not None:
             self._special.stop()
             self._special = None
-
-    def stop(self) -> None:
-        for engines in (self._default, self._special):
-            if engines is not None:
-                engines.stop()
+        if self._default is not None and not keep_default:
+            self._default.stop()
+            self._default = None
 
 
 def restart(engines: EngineSet, engine: Engine) -> None:

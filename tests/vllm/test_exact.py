@@ -65,9 +65,9 @@ EDITS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=str)
-async def test_only_the_proven_leading_blocks_are_read(engines: EngineSet, reference: str, edit: str) -> None:
+async def test_only_the_proven_leading_blocks_are_read(engines: EngineSet, edit: str) -> None:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         history = opening()
         first = await agent.ask({"messages": history, "max_tokens": 60, "return_token_ids": True})
         ran = [*await ids_of(engines, history), *first.choice["token_ids"]][:-1]
@@ -90,11 +90,9 @@ async def test_only_the_proven_leading_blocks_are_read(engines: EngineSet, refer
         assert again.report.offered == 0
 
 
-async def test_another_history_under_the_same_id_reads_nothing_and_keeps_the_first(
-    engines: EngineSet, reference: str
-) -> None:
+async def test_another_history_under_the_same_id_reads_nothing_and_keeps_the_first(engines: EngineSet) -> None:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         history = opening()
         first = await agent.ask({"messages": history, "max_tokens": 30})
         other = [{"role": "system", "content": "Another agent. " * 40}, {"role": "user", "content": "Hello."}]
@@ -107,9 +105,9 @@ async def test_another_history_under_the_same_id_reads_nothing_and_keeps_the_fir
 
 @pytest.mark.parametrize("short", [BLOCK - 1, BLOCK, BLOCK + 1])
 @pytest.mark.parametrize("extra", [0, 1], ids=["retried", "extended"])
-async def test_prompts_around_a_block_boundary(engines: EngineSet, reference: str, short: int, extra: int) -> None:
+async def test_prompts_around_a_block_boundary(engines: EngineSet, short: int, extra: int) -> None:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         prompt = list(range(200, 200 + 6 * BLOCK))
         first = await agent.ask({"prompt": prompt, "max_tokens": 40, "return_token_ids": True}, COMPLETIONS)
         ran = [*prompt, *first.choice["token_ids"]]
@@ -121,10 +119,10 @@ async def test_prompts_around_a_block_boundary(engines: EngineSet, reference: st
 
 
 @pytest.mark.parametrize("tokens", [63, 64, 65, 95, 96, 97])
-async def test_the_recompute_threshold(engines: EngineSet, reference: str, tokens: int) -> None:
+async def test_the_recompute_threshold(engines: EngineSet, tokens: int) -> None:
     """Whole blocks of 32: 64 proven tokens are read, 32 are computed."""
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         prompt = list(range(200, 200 + tokens))
         await agent.ask({"prompt": prompt, "max_tokens": 1}, COMPLETIONS)
         report = (await agent.ask({"prompt": [*prompt, *range(900, 930)], "max_tokens": 20}, COMPLETIONS)).report
@@ -163,18 +161,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "seed and sampling": {"seed": 7, "temperature": 0.0, "top_p": 0.9, "min_tokens": 3},
 }
 ALONE: dict[str, dict[str, Any]] = {
-    "n=2": {"n": 2},
+    "n=2": {"n": 2, "temperature": 0.8, "seed": 5},
     "echo": {"echo": True, "add_generation_prompt": False},
     "truncate_prompt_tokens": {"truncate_prompt_tokens": 100},
     "prompt_logprobs": {"prompt_logprobs": 1},
 }
 
 
-async def _two_turns(
-    engines: EngineSet, reference: str, route: Route | None, shape: dict[str, Any], stream: bool
-) -> Any:
+async def _two_turns(engines: EngineSet, route: Route | None, shape: dict[str, Any], stream: bool) -> Any:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         history = opening()
         first = await agent.ask(
             {"messages": history, "max_tokens": 30, **{k: shape[k] for k in _RENDERED & shape.keys()}}
@@ -192,27 +188,23 @@ _RENDERED = {"tools", "tool_choice", "chat_template_kwargs", "reasoning_effort",
 
 @pytest.mark.parametrize("route", [Route.WARM, Route.LOCAL, Route.COLD])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-async def test_every_shape_of_request_equals_the_direct_run(
-    engines: EngineSet, reference: str, shape: str, route: Route
-) -> None:
-    answer = await _two_turns(engines, reference, route, SHAPES[shape], stream=route is Route.WARM)
+async def test_every_shape_of_request_equals_the_direct_run(engines: EngineSet, shape: str, route: Route) -> None:
+    answer = await _two_turns(engines, route, SHAPES[shape], stream=route is Route.WARM)
     assert answer.report.route is route
     if route is Route.WARM:
         assert answer.report.offered > 0
 
 
 @pytest.mark.parametrize("shape", ALONE, ids=str)
-async def test_what_cannot_be_proven_goes_to_d_alone_and_says_so(
-    engines: EngineSet, reference: str, shape: str
-) -> None:
-    answer = await _two_turns(engines, reference, None, ALONE[shape], stream=False)
+async def test_what_cannot_be_proven_goes_to_d_alone_and_says_so(engines: EngineSet, shape: str) -> None:
+    answer = await _two_turns(engines, None, ALONE[shape], stream=False)
     assert answer.report.route is Route.LOCAL
     assert answer.report.reason is (Reason.MULTIPLE_CHOICES if shape == "n=2" else Reason.NO_PROOF)
 
 
-async def test_continue_final_message(engines: EngineSet, reference: str) -> None:
+async def test_continue_final_message(engines: EngineSet) -> None:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         history = opening()
         await agent.ask({"messages": history, "max_tokens": 30})
         history = [*history, {"role": "assistant", "content": "It begins like this and"}]
@@ -221,7 +213,7 @@ async def test_continue_final_message(engines: EngineSet, reference: str) -> Non
         assert answer.report.route is Route.WARM
 
 
-async def test_completions_of_every_shape(engines: EngineSet, reference: str) -> None:
+async def test_completions_of_every_shape(engines: EngineSet) -> None:
     shapes: list[dict[str, Any]] = [
         {"prompt": STORY * 8},
         {"prompt": STORY * 8, "stream": True},
@@ -229,18 +221,18 @@ async def test_completions_of_every_shape(engines: EngineSet, reference: str) ->
         {"prompt": [[5, 6, 7], [8, 9]]},
         {"prompt": STORY * 8, "echo": True},
         {"prompt": STORY * 8, "logprobs": 2},
-        {"prompt": STORY * 8, "n": 2},
+        {"prompt": STORY * 8, "n": 2, "temperature": 0.8, "seed": 5},
         {"prompt": STORY * 8, "prompt_logprobs": 1},
     ]
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         for shape in shapes:
             await agent.ask({"max_tokens": 20, **shape}, COMPLETIONS)
 
 
-async def test_a_model_that_does_not_exist_is_the_engines_own_404(engines: EngineSet, reference: str) -> None:
+async def test_a_model_that_does_not_exist_is_the_engines_own_404(engines: EngineSet) -> None:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         answer = await agent.ask({"model": "none", "messages": opening()}, status=404)
         assert b"does not exist" in answer.raw
 
@@ -250,9 +242,7 @@ async def test_a_model_that_does_not_exist_is_the_engines_own_404(engines: Engin
     [{"temperature": "hot"}, {"messages": "hello"}, {"max_tokens": -1}, {"stream": "perhaps"}, {"max_tokens": 10**6}],
     ids=lambda fields: next(iter(fields)),
 )
-async def test_bad_input_is_the_engines_own_400_and_leaks_nothing(
-    engines: EngineSet, reference: str, fields: dict[str, Any]
-) -> None:
+async def test_bad_input_is_the_engines_own_400_and_leaks_nothing(engines: EngineSet, fields: dict[str, Any]) -> None:
     async with router_on(engines) as (router, reports):
-        agent = Agent(router, engines, reference, reports)
+        agent = Agent(router, engines, reports)
         await agent.ask({"messages": opening(), **fields}, status=400)

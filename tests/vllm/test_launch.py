@@ -43,7 +43,10 @@ def servers(launcher: subprocess.Popen[bytes]) -> list[int]:
     """The API servers below a launcher, prefill engine first."""
     found = []
     for pid in descendants(launcher.pid):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):  # the probe of the interpreter, which ends soon
+            continue
         if b"vllm.entrypoints.openai.api_server" in words and not any(b"supervise.py" in word for word in words):
             found.append(pid)
     return found

@@ -159,7 +159,7 @@ async def test_a_streamed_tool_call_ends_with_the_ids(engines: EngineSet) -> Non
 @pytest.fixture
 def stock(engine_sets: EngineSets) -> Iterator[EngineSet]:
     """The same engines without the plugin: VLLM_PLUGINS names the only ones to load."""
-    yield engine_sets.special(EngineSets.DEFAULT, VLLM_PLUGINS="none")
+    yield engine_sets.special(EngineSets.DEFAULT, beside_default=True, VLLM_PLUGINS="none")
     engine_sets.make_room()
 
 

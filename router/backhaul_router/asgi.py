@@ -1,0 +1,398 @@
+"""The router as a bare ASGI application, for any ASGI server; `server` runs it on uvicorn.
+
+Beside what `Router` answers there are
+
+    GET    /health                          200 once the fleet is connected, 503 before
+    GET    /backhaul/conversations          what is on record, the conversation that was active last first
+    GET    /backhaul/conversations/{id}     its reports; ?turn=N for one turn's, with &wait=S for one that is about to end
+    DELETE /backhaul/conversations/{id}     ends it: what the engines hold for it is released
+
+Those under /backhaul show and end conversations of everybody, so they answer to loopback addresses only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from types import AsyncGeneratorType
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote
+
+import msgspec
+
+from .config import RouterConfig
+from .engine_client import EngineFailure
+from .errors import ConfigError, error_body, error_event
+from .report import ReuseReport
+from .reports import Recorded, ReportLog
+from .router import Reply, Request, Router
+
+log = logging.getLogger("backhaul")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+CONVERSATIONS = "/backhaul/conversations"
+MAX_WAIT_S = 5.0
+_LINGER_S = 2.0
+"""How long a refused body is still read and thrown away: a client that is writing sees the refusal only afterwards."""
+
+_JSON = ("content-type", "application/json")
+
+
+class _ClientGone(Exception):
+    """The client left before its request was complete."""
+
+
+class _BodyTooLarge(Exception):
+    """The request's body exceeds the limit, of which no more than the limit was read."""
+
+
+class _OwnReport:
+    """Catches the report of one request's turn. It names no conversation: that is up to the request."""
+
+    id = ""
+
+    def __init__(self) -> None:
+        self.report: ReuseReport | None = None
+
+    def record(self, report: ReuseReport) -> None:
+        self.report = report
+
+
+class App:
+    """An ASGI application over a router. Made by `make_app`; its lifespan connects the router and closes it."""
+
+    def __init__(self, router: Router, reports: ReportLog) -> None:
+        self.router = router
+        self.reports = reports
+        self._engine_urls = [url.encode() for url in (*router.config.prefill, *router.config.decode)]
+
+    def __repr__(self) -> str:
+        return f"<App {self.router} {self.reports}>"
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            raise RuntimeError(f"Backhaul serves HTTP, not {scope['type']}")
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    await self.router.connect()
+                except ConfigError as error:
+                    await self.router.aclose()
+                    await send({"type": "lifespan.startup.failed", "message": str(error)})
+                    return
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self.router.aclose()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path == "/health" and scope["method"] == "GET":
+            await self._health(send)
+        elif path == "/backhaul" or path.startswith("/backhaul/"):
+            await self._backhaul(scope, send)
+        else:
+            await self._routed(scope, receive, send)
+
+    # --- what the router answers
+
+    async def _routed(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._body(scope, receive)
+        except _ClientGone:
+            return
+        except _BodyTooLarge:
+            await self._refuse_body(receive, send)
+            return
+        own = _OwnReport()
+        out = _Out(send, () if is_loopback(scope.get("client")) else self._engine_urls)
+        answer = asyncio.ensure_future(self._answer(_request(scope, body, own), own, out))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # The server ends, and this request has had its grace time. Its client is told, so nothing is left to cancel.
+            await _cancel(answer, gone)
+            await out.break_off("the router was shut down while it answered")
+            return
+        await _cancel(answer, gone)
+        for task in (answer, gone):
+            if not task.cancelled():
+                task.result()
+
+    async def _body(self, scope: Message, receive: Receive) -> bytes:
+        limit = self.router.config.max_body_bytes
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > limit:
+                raise _BodyTooLarge
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _BodyTooLarge
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def _refuse_body(self, receive: Receive, send: Send) -> None:
+        message = f"the body has more than {self.router.config.max_body_bytes} bytes, the limit (max_body_bytes)"
+        body = error_body(message, type_="invalid_request_error", code="body_too_large")
+        headers = [_JSON, ("x-should-retry", "false"), ("connection", "close"), ("content-length", str(len(body)))]
+        await send(_start(413, headers))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _answer(self, request: Request, own: _OwnReport, out: _Out) -> None:
+        try:
+            reply = await self.router.handle(request)
+        except ConfigError as error:
+            await out.error(503, str(error), "not_connected")
+            return
+        except Exception:
+            log.exception("%s %s failed, and Backhaul is at fault", request.method, request.path)
+            await out.error(500, "an internal error of the router; its log has the details", "internal_error")
+            return
+        chunks = aiter(reply)
+        try:
+            await _relay(reply, chunks, own, out)
+        finally:
+            await reply.aclose()
+            if isinstance(chunks, AsyncGeneratorType):
+                await chunks.aclose()
+
+    # --- what the server answers
+
+    async def _health(self, send: Send) -> None:
+        config = self.router.config
+        try:
+            fleet = self.router.fleet
+        except RuntimeError:
+            connected, prefill, decode = False, 0, 0
+        else:
+            connected, prefill, decode = True, len(fleet.prefill), len(fleet.decode)
+        state = {
+            "status": "ok" if connected else "connecting",
+            "prefill": {"connected": prefill, "configured": len(config.prefill)},
+            "decode": {"connected": decode, "configured": len(config.decode)},
+        }
+        await _send_json(send, 200 if connected else 503, state)
+
+    async def _backhaul(self, scope: Message, send: Send) -> None:
+        if not is_loopback(scope.get("client")):
+            await _send_error(send, 403, "/backhaul answers to clients on the router's own machine only", "forbidden")
+            return
+        method, path = scope["method"], _raw_path(scope)
+        _, found, name = path.partition(f"{CONVERSATIONS}/")
+        if path == CONVERSATIONS and method == "GET":
+            listed = [recorded.summary() for recorded in self.reports.newest_first()]
+            await _send_json(send, 200, {"conversations": listed})
+        elif found and name and method == "GET":
+            await self._show(unquote(name), parse_qs(scope.get("query_string", b"").decode("latin-1")), send)
+        elif found and name and method == "DELETE":
+            await self._end(unquote(name), send)
+        elif path == CONVERSATIONS or (found and name):
+            await _send_error(send, 405, f"{method} is not for {path}", "method_not_allowed")
+        else:
+            await _send_error(send, 404, f"{path} is not there; see {CONVERSATIONS}", "not_found")
+
+    async def _show(self, conversation: str, query: dict[str, list[str]], send: Send) -> None:
+        try:
+            turn = int(query["turn"][-1]) if "turn" in query else None
+            wait_s = min(max(float(query.get("wait", ["0"])[-1]), 0.0), MAX_WAIT_S)
+        except ValueError:
+            await _send_error(send, 400, "turn= takes a number, and wait= a number of seconds", "malformed_query")
+            return
+        if turn is not None and wait_s:
+            await self.reports.wait_for(conversation, turn, wait_s)
+        recorded = self.reports.get(conversation)
+        if recorded is None:
+            await _send_unknown(send, conversation)
+            return
+        await _send_json(send, 200, _shown_whole(recorded, turn))
+
+    async def _end(self, conversation: str, send: Send) -> None:
+        known = self.reports.forget(conversation)
+        await self.router.end_conversation(conversation)
+        if known:
+            await send(_start(204, []))
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await _send_unknown(send, conversation)
+
+
+class _Out:
+    """One answer on its way to its client. Error messages go without the engines' URLs to clients elsewhere."""
+
+    def __init__(self, send: Send, withheld: Sequence[bytes]) -> None:
+        self._send = send
+        self._withheld = withheld
+        self._streaming = False
+        self._complete = False
+
+    async def whole(self, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
+        self._complete = True
+        await _send_whole(self._send, status, headers, self._shown(body) if status >= 400 else body)
+
+    async def error(self, status: int, message: str, code: str) -> None:
+        await self.whole(status, [_JSON, ("x-should-retry", "false")], _error(status, message, code))
+
+    async def begin(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
+        self._streaming = True
+        await self._send(_start(status, headers))
+
+    async def chunk(self, data: bytes) -> None:
+        shown = self._shown(data) if data.startswith(b'data: {"error"') else data
+        await self._send({"type": "http.response.body", "body": shown, "more_body": True})
+
+    async def end(self) -> None:
+        self._complete = True
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def break_off(self, message: str) -> None:
+        """Ends the answer wherever it is, with an error."""
+        if self._complete:
+            return
+        if not self._streaming:
+            await self.error(503, message, "shutting_down")
+            return
+        await self.chunk(error_event(message, type_="server_error", code="shutting_down"))
+        await self.end()
+
+    def _shown(self, message: bytes) -> bytes:
+        for url in self._withheld:
+            message = message.replace(url, b"(url withheld)")
+        return message
+
+
+async def _relay(reply: Reply, chunks: AsyncIterator[bytes], own: _OwnReport, out: _Out) -> None:
+    headers = _with_turn(reply.headers, own.report)
+    if not _is_stream(headers):
+        try:
+            body = b"".join([chunk async for chunk in chunks])
+        except EngineFailure as failure:
+            await out.error(502, failure.message, "decode_failed")
+        else:
+            await out.whole(reply.status, headers, body)
+        return
+    await out.begin(reply.status, headers)
+    try:
+        async for chunk in chunks:
+            await out.chunk(chunk)
+    except EngineFailure as failure:
+        await out.chunk(error_event(failure.message, type_="server_error", code="decode_failed"))
+    await out.end()
+
+
+async def _cancel(*tasks: asyncio.Future[None]) -> None:
+    """Cancels those that are not done, and waits for them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+def make_app(config: RouterConfig) -> App:
+    """An application with a router of its own, which an ASGI server's lifespan connects and closes."""
+    reports = ReportLog()
+    return App(Router(config, on_report=reports.record), reports)
+
+
+def is_loopback(client: Sequence[Any] | None) -> bool:
+    """Whether an ASGI `client` (host and port) is on this machine. One that the server does not know is not."""
+    try:
+        address = ipaddress.ip_address(str(client[0]).partition("%")[0]) if client else None
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address is not None and address.is_loopback
+
+
+def _request(scope: Message, body: bytes, own: _OwnReport) -> Request:
+    query = scope.get("query_string", b"").decode("latin-1")
+    return Request(
+        method=scope["method"],
+        path=_raw_path(scope) + (f"?{query}" if query else ""),
+        headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
+        body=body,
+        scope=own,
+    )
+
+
+def _raw_path(scope: Message) -> str:
+    raw: bytes | None = scope.get("raw_path")
+    return quote(scope["path"]) if raw is None else raw.partition(b"?")[0].decode("latin-1")
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _is_stream(headers: Sequence[tuple[str, str]]) -> bool:
+    return any(n.lower() == "content-type" and v.startswith("text/event-stream") for n, v in headers)
+
+
+def _with_turn(headers: Sequence[tuple[str, str]], report: ReuseReport | None) -> list[tuple[str, str]]:
+    """A refusal is a turn too, with a report that can be asked for: its answer says which."""
+    out = list(headers)
+    named = any(name.lower() == "x-backhaul-turn" for name, _ in out)
+    if report is not None and report.conversation is not None and not named:
+        out += [("x-backhaul-route", str(report.route)), ("x-backhaul-turn", str(report.turn))]
+        if report.reason is not None:
+            out.append(("x-backhaul-reason", str(report.reason)))
+    return out
+
+
+def _shown_whole(recorded: Recorded, turn: int | None) -> dict[str, Any]:
+    reports = [report.to_dict() for report in recorded.reports if turn is None or report.turn == turn]
+    return {**recorded.summary(), "reports": reports}
+
+
+def _start(status: int, headers: Sequence[tuple[str, str]]) -> Message:
+    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers]
+    return {"type": "http.response.start", "status": status, "headers": encoded}
+
+
+async def _send_whole(send: Send, status: int, headers: Sequence[tuple[str, str]], body: bytes) -> None:
+    await send(_start(status, [*headers, ("content-length", str(len(body)))]))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_json(send: Send, status: int, value: object) -> None:
+    await _send_whole(send, status, [_JSON, ("cache-control", "no-store")], msgspec.json.encode(value))
+
+
+async def _send_error(send: Send, status: int, message: str, code: str) -> None:
+    await _send_whole(send, status, [_JSON], _error(status, message, code))
+
+
+def _error(status: int, message: str, code: str) -> bytes:
+    type_ = "server_error" if status >= 500 else "invalid_request_error"
+    return error_body(message, type_=type_, code=code)
+
+
+async def _send_unknown(send: Send, conversation: str) -> None:
+    await _send_error(send, 404, f"no conversation {conversation!r} is on record here", "unknown_conversation")

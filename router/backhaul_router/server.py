@@ -1,0 +1,188 @@
+"""`serve`: the ASGI application on uvicorn, until a signal comes. Needs the extra `server`.
+
+At the end requests finish within a grace time, and what the engines hold for conversations is released. A second Ctrl-C does
+not wait for requests. A server that is killed leaves its leases to their TTL, and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from .asgi import App, make_app
+from .config import RouterConfig
+from .errors import ConfigError
+
+log = logging.getLogger("backhaul")
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+GRACE_S = 30.0
+
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep an idle connection, so that it is never the server that closes one which is just reused."""
+_BACKLOG = 2048
+_CHECK_S = 0.25
+_CLEANUP_S = 5.0
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def serve(
+    config: RouterConfig,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    *,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one.
+
+    Raises `ConfigError`: the address cannot be used, or the engines cannot."""
+    with listen(host, port) as listener:
+        serve_on(listener, config, grace_s=grace_s, started=lambda url: print(how_to_reach(url), flush=True))
+
+
+def serve_on(
+    listener: socket.socket,
+    config: RouterConfig,
+    *,
+    grace_s: float = GRACE_S,
+    started: Callable[[str], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """The same on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is
+    called all along; what it raises ends the server at once."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(make_app(config), listener, grace_s, started, check))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that holds the address until it is served. Raises `ConfigError`, one line that says what to change."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"port {port}: from 0 to {2**16 - 1}")
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is no address of this machine: {error}") from None
+    family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _unusable(host, port, error) from None
+    return listener
+
+
+def base_url(listener: socket.socket) -> str:
+    """What clients on this machine take as `base_url=`."""
+    host, port = listener.getsockname()[:2]
+    host = _ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def how_to_reach(url: str) -> str:
+    """The server's address, and what one pastes into a program."""
+    return f"""router   {url}
+
+    from backhaul import AsyncOpenAI
+    client = AsyncOpenAI(base_url="{url}", api_key="none")
+
+Ctrl-C stops it."""
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} of {host or 'this machine'} is in use: choose another with --port")
+    return ConfigError(f"cannot listen on port {port} of {host or 'this machine'}: {error.strerror or error}")
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._say_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            asyncio.get_running_loop().call_soon_threadsafe(self.end_now)
+        self.should_exit = True
+
+    def end_now(self) -> None:
+        """Ends without waiting for requests."""
+        self.should_exit = self.force_exit = True
+        for task in self.server_state.tasks:
+            task.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+async def _serve(
+    app: App, listener: socket.socket, grace_s: float, started: Callable[[str], None], check: Callable[[], None]
+) -> None:
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )
+    try:
+        await app.router.connect()
+        server = _Server(settings, lambda: started(base_url(listener)))
+        watch = asyncio.create_task(_watch(check, server))
+        try:
+            await server.serve(sockets=[listener])
+        except OSError as error:  # another process began to listen on the address meanwhile
+            host, port = listener.getsockname()[:2]
+            raise _unusable(host, port, error) from None
+        finally:
+            watch.cancel()
+            await asyncio.wait((watch, *server.server_state.tasks), timeout=_CLEANUP_S)
+        if not watch.cancelled() and (failure := watch.exception()):
+            raise failure
+    finally:
+        await app.router.aclose()
+
+
+async def _watch(check: Callable[[], None], server: _Server) -> None:
+    try:
+        while True:
+            check()
+            await asyncio.sleep(_CHECK_S)
+    except Exception:
+        server.end_now()
+        raise

@@ -1,0 +1,387 @@
+"""Conversations on a router elsewhere: its reports are fetched, and a conversation that is left is ended there.
+
+A response hook of the HTTP client looks for the head of a Backhaul router's answer, `x-backhaul-turn`; every other answer
+passes untouched. The body of such an answer is read as it comes, except that its last bytes wait for the turn's report: when
+the caller has the whole answer, `chat.reuse.last` is about it. Where the report cannot be fetched, what the answer itself
+says has to do. Nothing here raises into a caller's request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import anyio.to_thread
+import msgspec
+from backhaul_router.identity import FIELDS, HEADERS
+from backhaul_router.report import Reason, ReuseReport, Route
+from backhaul_router.scope import ConversationScope, current
+
+from ._conversation import Conversation
+
+_log = logging.getLogger("backhaul")
+
+FETCH_LIMIT_S = 3.0
+_WAIT_S = 2
+"""How long the router may wait for a turn that is just ending, as after an early close."""
+_END_LIMIT_S = 4.0
+_TAIL_BYTES = 4096
+_DONE = b"data: [DONE]"
+
+
+def follow(client: Any) -> None:
+    """Has an HTTP client of `httpx2` or `httpx` collect the reports of Backhaul routers, once however often it is asked to.
+    The client may be the caller's own, and in use."""
+    hooks = client.event_hooks
+    if any(isinstance(hook, _Hook) for hook in hooks["response"]):
+        return
+    module = _module_of(client)
+    kind = _AsyncHook if isinstance(client, module.AsyncClient) else _SyncHook
+    client.event_hooks = {**hooks, "response": [*hooks["response"], kind(client, module)]}
+
+
+def _module_of(client: Any) -> ModuleType:
+    """`httpx2` or `httpx`, under whatever subclass."""
+    for base in type(client).__mro__:
+        name = base.__module__.partition(".")[0]
+        if name in ("httpx", "httpx2"):
+            return sys.modules[name]
+    raise TypeError(f"{type(client).__name__} is no client of httpx2 or httpx")
+
+
+class _Reports(msgspec.Struct):
+    reports: list[ReuseReport]
+
+
+class _Named(msgspec.Struct):
+    """The ids that a request's body can name."""
+
+    conversation_id: str | None = None
+    session_id: str | None = None
+
+
+class _Note(msgspec.Struct):
+    """`usage.backhaul`."""
+
+    offered: int = 0
+    cached: int | None = None
+    computed: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    backhaul: _Note | None = None
+
+
+class _Told(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class RemoteRouter:
+    """A router behind an HTTP client, as a conversation needs it."""
+
+    def __init__(self, hook: _Hook, base: str) -> None:
+        self.base = base
+        """URL below which `/v1` and `/backhaul` lie."""
+        self.credentials: dict[str, str] = {}
+        self._hook = hook
+
+    def __repr__(self) -> str:
+        return f"<router at {self.base}>"
+
+    async def end_conversation(self, conversation: str) -> None:
+        """Has the router release what the engines hold for it. Raises what the HTTP library does."""
+        status = await self._hook.delete(self.url(conversation), self.credentials)
+        if status not in (204, 404):
+            self._hook.warn(f"{self!r} answered {status} to the end of a conversation: its leases end with their TTL")
+
+    def url(self, conversation: str) -> str:
+        return f"{self.base}/backhaul/conversations/{quote(conversation, safe='')}"
+
+
+class _Hook:
+    """What both kinds of clients share."""
+
+    def __init__(self, client: Any, module: ModuleType) -> None:
+        self.client = client
+        self.module = module
+        self.reports_refused = False
+        """The router does not show reports to this client; asking again would cost a round trip a turn."""
+        self._routers: dict[str, RemoteRouter] = {}
+        self._warned = False
+
+    def warn(self, message: str, error: BaseException | None = None) -> None:
+        """Says something once at a level that shows, for it holds for every turn."""
+        _log.log(logging.DEBUG if self._warned else logging.WARNING, "%s", message, exc_info=error)
+        self._warned = True
+
+    async def delete(self, url: str, headers: dict[str, str]) -> int:
+        """The status of the answer."""
+        raise NotImplementedError
+
+    def followed(self, response: Any) -> _Turn | None:
+        """The turn that a response answers, if there is somebody who wants its report."""
+        scope = current.get()
+        turn = response.headers.get("x-backhaul-turn", "")
+        if scope is None or not (turn.isascii() and turn.isdecimal()):
+            return None
+        request = response.request
+        base, found, _ = str(request.url.copy_with(query=None, fragment=None)).rpartition("/v1/")
+        conversation = _conversation_of(request)
+        if not found or conversation is None:
+            return None
+        router = self._routers.setdefault(base, RemoteRouter(self, base))
+        if "authorization" in request.headers:
+            router.credentials = {"authorization": request.headers["authorization"]}
+        if isinstance(scope, Conversation):
+            scope.attach(router)
+        return _Turn(self, router, scope, conversation, int(turn), response.headers)
+
+
+def _conversation_of(request: Any) -> str | None:
+    """What the request's ids say; the router has checked that they agree."""
+    for name in HEADERS:
+        if value := request.headers.get(name):
+            return str(value)
+    try:
+        named = msgspec.json.decode(request.content, type=_Named)
+    except (msgspec.DecodeError, RuntimeError):  # RuntimeError: the body was streamed, and is gone
+        return None
+    return next((value for field in FIELDS if (value := getattr(named, field))), None)
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One turn on a remote router: sees the answer pass, and puts its report on record."""
+
+    hook: _Hook
+    router: RemoteRouter
+    scope: ConversationScope
+    conversation: str
+    number: int
+    headers: Any
+
+    def __post_init__(self) -> None:
+        self._stream = self.headers.get("content-type", "").startswith("text/event-stream")
+        self._parts: list[bytes] = []
+        self._tail = b""
+
+    def may_be_last(self, chunk: bytes) -> bool:
+        """Takes note of a chunk."""
+        if not self._stream:
+            self._parts.append(chunk)
+            return True
+        self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+        return self._tail.rstrip().endswith(_DONE)
+
+    @property
+    def question(self) -> str:
+        return f"{self.router.url(self.conversation)}?turn={self.number}&wait={_WAIT_S}"
+
+    def take(self, answer: Any) -> None:
+        """Puts the fetched report on record."""
+        if answer.status_code != 200:
+            self.hook.reports_refused = answer.status_code in (401, 403)
+            self.make_do(f"answered {answer.status_code}")
+            return
+        try:
+            reports = msgspec.json.decode(answer.content, type=_Reports).reports
+        except msgspec.DecodeError as error:
+            self.make_do(f"sent a report that cannot be read ({error})")
+            return
+        if not reports:
+            self.make_do("has no report of this turn")
+            return
+        self.scope.record(reports[-1])
+
+    def make_do(self, why: str, error: BaseException | None = None) -> None:
+        """Puts on record what the answer itself says."""
+        self.hook.warn(f"{self.router!r} {why}: reports have only what the answers say themselves", error)
+        if (report := self._from_answer()) is not None:
+            self.scope.record(report)
+
+    def _from_answer(self) -> ReuseReport | None:
+        try:
+            route = Route(self.headers.get("x-backhaul-route"))
+        except ValueError:
+            return None
+        reason = self.headers.get("x-backhaul-reason")
+        usage = self._usage() or _Usage()
+        note = usage.backhaul or _Note()
+        return ReuseReport(
+            conversation=self.conversation,
+            turn=self.number,
+            route=route,
+            reason=Reason(reason) if reason in tuple(Reason) else None,
+            prompt=usage.prompt_tokens,
+            generated=usage.completion_tokens,
+            offered=note.offered,
+            cached=note.cached,
+            computed=note.computed,
+        )
+
+    def _usage(self) -> _Usage | None:
+        """The answer's usage; in a stream the last event that has one, if it came that far."""
+        events = [b"".join(self._parts)]
+        if self._stream:
+            data = (event.removeprefix(b"data: ") for event in self._tail.split(b"\n\n"))
+            events = [event for event in data if b'"usage"' in event]
+        for event in reversed(events):
+            try:
+                told = msgspec.json.decode(event, type=_Told)
+            except msgspec.DecodeError:  # compressed on the way, or cut at the front: it says nothing
+                continue
+            if told.usage is not None:
+                return told.usage
+        return None
+
+
+# --- synchronous
+
+
+class _SyncHook(_Hook):
+    def __call__(self, response: Any) -> None:
+        if (turn := self.followed(response)) is None:
+            return
+        body = _bodies(self.module)[0](response.stream, turn)
+        if response.is_closed:  # a transport that had the whole answer, such as a mock
+            turn.may_be_last(response.content)
+            body.close()
+        else:
+            response.stream = body
+
+    async def delete(self, url: str, headers: dict[str, str]) -> int:
+        return await anyio.to_thread.run_sync(self._delete, url, headers)
+
+    def _delete(self, url: str, headers: dict[str, str]) -> int:
+        if not self.client.is_closed:
+            return int(self.client.delete(url, headers=headers, timeout=_END_LIMIT_S).status_code)
+        with self.module.Client(timeout=_END_LIMIT_S) as client:
+            return int(client.delete(url, headers=headers).status_code)
+
+
+class _SyncBody:
+    def __init__(self, stream: Any, turn: _Turn) -> None:
+        self._stream = stream
+        self._turn = turn
+        self._closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """May be called again to read on, as openai does after `[DONE]`."""
+        if self._closed:
+            return
+        held: bytes | None = None
+        for chunk in self._stream:
+            if held is not None:
+                yield held
+            held = chunk if self._turn.may_be_last(chunk) else None
+            if held is None:
+                yield chunk
+        self.close()
+        if held is not None:
+            yield held
+
+    def close(self) -> None:
+        """Lets go of the connection first: it serves the report's request, or tells the router that the client is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stream.close()
+        turn = self._turn
+        if turn.hook.reports_refused:
+            turn.make_do("does not show reports")
+            return
+        try:
+            answer = turn.hook.client.get(turn.question, headers=turn.router.credentials, timeout=FETCH_LIMIT_S)
+        except (turn.hook.module.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
+            turn.make_do(f"could not be asked for a report ({error!r})")
+        else:
+            turn.take(answer)
+
+
+# --- asynchronous
+
+
+class _AsyncHook(_Hook):
+    def __init__(self, client: Any, module: ModuleType) -> None:
+        super().__init__(client, module)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, response: Any) -> None:
+        if (turn := self.followed(response)) is None:
+            return
+        self._loop = asyncio.get_running_loop()
+        body = _bodies(self.module)[1](response.stream, turn)
+        if response.is_closed:
+            turn.may_be_last(response.content)
+            await body.aclose()
+        else:
+            response.stream = body
+
+    async def delete(self, url: str, headers: dict[str, str]) -> int:
+        """From another event loop than its own the client's connections cannot be used."""
+        if self._loop is asyncio.get_running_loop() and not self.client.is_closed:
+            return int((await self.client.delete(url, headers=headers, timeout=_END_LIMIT_S)).status_code)
+        async with self.module.AsyncClient(timeout=_END_LIMIT_S) as client:
+            return int((await client.delete(url, headers=headers)).status_code)
+
+
+class _AsyncBody:
+    def __init__(self, stream: Any, turn: _Turn) -> None:
+        self._stream = stream
+        self._turn = turn
+        self._closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        if self._closed:
+            return
+        held: bytes | None = None
+        async for chunk in self._stream:
+            if held is not None:
+                yield held
+            held = chunk if self._turn.may_be_last(chunk) else None
+            if held is None:
+                yield chunk
+        await self.aclose()
+        if held is not None:
+            yield held
+
+    async def aclose(self) -> None:
+        """As `_SyncBody.close`; runs to its end when the calling task is cancelled meanwhile."""
+        if self._closed:
+            return
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            await self._stream.aclose()
+            await self._report()
+
+    async def _report(self) -> None:
+        turn = self._turn
+        if turn.hook.reports_refused:
+            turn.make_do("does not show reports")
+            return
+        try:
+            with anyio.fail_after(FETCH_LIMIT_S):
+                answer = await turn.hook.client.get(turn.question, headers=turn.router.credentials)
+        except (turn.hook.module.HTTPError, RuntimeError, TimeoutError) as error:  # RuntimeError: the client is closed
+            turn.make_do(f"could not be asked for a report ({error!r})")
+        else:
+            turn.take(answer)
+
+
+@functools.cache
+def _bodies(module: ModuleType) -> tuple[Any, Any]:
+    """The bodies' classes, joined with a module's own base classes."""
+    return (
+        type("FollowedBody", (_SyncBody, module.SyncByteStream), {}),
+        type("AsyncFollowedBody", (_AsyncBody, module.AsyncByteStream), {}),
+    )
