@@ -453,7 +453,7 @@ class _Run:
     async def _advance(self) -> None:
         state = self._state
         if isinstance(state, Done):
-            raise AssertionError("a turn ended without an answer")
+            raise AssertionError("a turn ended without an answer")  # noqa: TRY004
         event = await self._meet(state.need)
         if self._state is not state:
             return

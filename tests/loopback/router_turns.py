@@ -146,6 +146,12 @@ class Cluster:
         """Returns when no engine runs anything."""
         await self.until(lambda: not any(self.busy(engine) for engine in self.engines))
 
+    async def reconnected(self) -> None:
+        """Returns when connections to earlier processes of engines are known to be gone."""
+        for engine in self.engines:
+            _, writer = await asyncio.open_connection(engine.config.host, engine.config.port)
+            writer.close()
+
     async def kill(self, engine: LoopbackEngine) -> None:
         """Returns when connections to it are refused, and those that were open are known to be gone."""
         await engine.stop()
