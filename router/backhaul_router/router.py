@@ -437,14 +437,16 @@ class _Run:
         """Reads what an engine has sent already. A client that leaves at the last token would leave its handle unread in
         there, pinned until the TTL."""
         until = self._router.clock() + _LAST_LOOK_S
-        while isinstance(self._state, Relaying) and self._chunks is not None and not self._reading:
+        while isinstance(before := self._state, Relaying) and self._chunks is not None and not self._reading:
             if self._router.clock() > until:
                 return
             try:
                 event = Chunk(await asyncio.wait_for(anext(self._chunks), _LAST_LOOK_S / 4))
             except (TimeoutError, StopAsyncIteration, EngineFailure):
                 return
-            state, actions = self._state.next(event, self._router.clock())
+            if self._state is not before:
+                return  # closed twice at a time, as when the iterator is collected
+            state, actions = before.next(event, self._router.clock())
             if not isinstance(state, Done | Relaying):
                 return
             self._state = state
