@@ -33,7 +33,7 @@ check: $(DEV) ## Check formatting, lint and types
 	.venv/bin/mypy
 
 test-fast: $(DEV) ## Run the tests that need no vLLM: under a minute
-	.venv/bin/python -m pytest --ignore=tests/vllm
+	.venv/bin/python -m pytest --ignore=tests/vllm -m "not slow"
 
 test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real vLLM engines
 	@if $(MAKE) --no-print-directory $(VLLM); then \

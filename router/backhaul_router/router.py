@@ -367,14 +367,22 @@ class Router:
                 log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
             case Record(report):
                 self.fleet.count(report)
-                if scope is not None:
-                    scope.record(report)
-                if self._on_report is not None:
-                    self._on_report(report)
+                for take in (scope.record if scope is not None else None, self._on_report):
+                    self._hand_over(report, take)
             case Respond() | Send():
                 raise AssertionError("the client's answer is the run's own")
             case _:
                 assert_never(action)
+
+    @staticmethod
+    def _hand_over(report: ReuseReport, take: Callable[[ReuseReport], None] | None) -> None:
+        """Gives a report to someone else's code, whose fault must not cost the client its answer."""
+        if take is None:
+            return
+        try:
+            take(report)
+        except Exception:
+            log.exception("a turn's report could not be handed over: %r", take)
 
     def usable(self, held: Held) -> Reason | None:
         """Why a handle on file cannot be used any more."""
@@ -398,6 +406,7 @@ class _Run:
         self._decoding: Engine | None = None
         self._calls = 0
         self._reading = False
+        self._closing = False
 
     async def start(self) -> Reply:
         """Drives the turn until its reply has a head."""
@@ -424,6 +433,9 @@ class _Run:
 
     async def aclose(self) -> None:
         """Ends the turn wherever it is; the engines notice at once."""
+        if self._closing:
+            return  # twice at a time, as when an iterator is collected that was left behind
+        self._closing = True
         try:
             await self._look_once_more()
         finally:  # a cancelled scope of anyio's cancels at every await
@@ -437,16 +449,14 @@ class _Run:
         """Reads what an engine has sent already. A client that leaves at the last token would leave its handle unread in
         there, pinned until the TTL."""
         until = self._router.clock() + _LAST_LOOK_S
-        while isinstance(before := self._state, Relaying) and self._chunks is not None and not self._reading:
+        while isinstance(self._state, Relaying) and self._chunks is not None and not self._reading:
             if self._router.clock() > until:
                 return
             try:
                 event = Chunk(await asyncio.wait_for(anext(self._chunks), _LAST_LOOK_S / 4))
             except (TimeoutError, StopAsyncIteration, EngineFailure):
                 return
-            if self._state is not before:
-                return  # closed twice at a time, as when the iterator is collected
-            state, actions = before.next(event, self._router.clock())
+            state, actions = self._state.next(event, self._router.clock())
             if not isinstance(state, Done | Relaying):
                 return
             self._state = state

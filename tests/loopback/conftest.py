@@ -3,3 +3,19 @@
 import pytest
 
 pytest.register_assert_rewrite("router_turns")
+
+WHOLE_PROGRAMS = (
+    "test_bench",
+    "test_demo",
+    "test_sdk_end_to_end",
+    "test_sdk_example",
+    "test_sdk_remote",
+    "test_server",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start programs, or wait for what takes seconds, are left out of `make test-fast`."""
+    for item in items:
+        if item.path.stem in WHOLE_PROGRAMS:
+            item.add_marker(pytest.mark.slow)

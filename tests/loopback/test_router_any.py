@@ -11,7 +11,7 @@ import pytest
 from backhaul_router.report import Route
 from router_turns import STORY, Cluster, Message, run_cluster, system, user
 
-SEEDS = int(os.environ.get("BACKHAUL_SEEDS", "12"))
+SEEDS = int(os.environ.get("BACKHAUL_SEEDS", "8"))
 STEPS = 12
 
 
@@ -59,7 +59,7 @@ class Agent:
         self.change()
         body = {"messages": list(self.history), **self.shape()}
         route = self.rng.choice([None, None, None, *Route])
-        if self.rng.random() < 0.1:
+        if self.cluster.pinned_until_ttl and self.rng.random() < 0.2:
             await self.abandon(body, route)
             return
         answer = await self.cluster.exact(body, conversation=self.name, route=route)
@@ -93,7 +93,9 @@ async def test_whatever_agents_do_every_answer_is_exact(seed: int) -> None:
         "max_branches": rng.choice([1, 8]),
     }
     async with run_cluster(**settings) as cluster:
-        cluster.pinned_until_ttl = settings["engine"]["stream_handles"] == "off"
+        # A client may leave just when decode has pinned its blocks, and the handle is on its way.
+        clients_leave = rng.random() < 0.3
+        cluster.pinned_until_ttl = clients_leave or settings["engine"]["stream_handles"] == "off"
         cluster.released_twice = True  # a decode engine that rejects a turn tells prefill itself
         agents = [Agent(cluster, rng, name) for name in ("one", "one", "two")]
         for _ in range(STEPS):

@@ -15,7 +15,7 @@ from backhaul_connector.loopback.clock import CostModel
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
 from backhaul_router.report import Reason, Route
-from backhaul_router.router import Reply, Router
+from backhaul_router.router import Reply, Request, Router
 from router_turns import CHAT, STORY, Cluster, first_turn, opening, run_cluster, user
 
 SLOW = {"costs": CostModel(decode_s=0.05)}
@@ -373,6 +373,14 @@ async def test_a_reply_that_is_closed_unread_stops_the_engine() -> None:
         assert cluster.reports[-1].error == "client_gone"
 
 
+async def test_a_reply_may_be_closed_twice_at_a_time() -> None:
+    async with run_cluster(d=SLOW) as cluster:
+        reply = await cluster.open({"messages": opening(), "stream": True, "ignore_eos": True, "max_tokens": 5000})
+        await asyncio.gather(reply.aclose(), reply.aclose())
+        await cluster.idle()
+        assert [report.error for report in cluster.reports] == ["client_gone"]
+
+
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 async def test_a_client_that_leaves_before_the_head_stops_the_engine(where: str) -> None:
     async with run_cluster() as cluster:
@@ -495,3 +503,17 @@ async def test_the_fleet_is_unknown_before_it_was_asked() -> None:
         router.fleet  # noqa: B018
     assert "not connected" in repr(router)
     await router.aclose()
+
+
+async def test_a_report_that_nobody_can_take_costs_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(report: object) -> None:
+        raise RuntimeError("no room for reports")
+
+    async with run_cluster() as cluster:
+        cluster.router._on_report = refuse
+        reply = await cluster.router.handle(
+            Request("POST", CHAT, [], json.dumps({"model": "loopback", "messages": [user("Hello.")]}).encode())
+        )
+        assert reply.status == 200
+        assert b"".join([chunk async for chunk in reply])
+    assert "could not be handed over" in caplog.text

@@ -28,7 +28,7 @@ async def test_the_agent_runs_and_shows_a_line_a_turn(options: list[str]) -> Non
     assert (process.returncode, err) == (0, b"")
     head, *turns, total = out.decode().splitlines()
     assert head.split()[:3] == ["turn", "prompt", "route"]
-    assert [line.split()[0] for line in turns] == ["1", "2", "3", "4", "5", "6"]
+    assert [line.split()[0] for line in turns] == ["1", "2", "3", "4", "5", "6", "7", "8"]
     assert turns[0].endswith("first_turn")
     assert {line.split()[2] for line in turns[1:]} <= {"warm", "local"}
-    assert total.startswith("6 turns: ")
+    assert total.startswith("8 turns: ")
