@@ -51,6 +51,8 @@ class Screen:
 
     def begin(self, *, reuse: bool) -> None:
         self._running = "on" if reuse else "off"
+        if self.console.is_terminal:
+            self._live.refresh()
 
     def add(self, turn: Turn, *, reuse: bool) -> None:
         (self.on if reuse else self.off).append(turn)
