@@ -38,6 +38,15 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+class Connector(enum.StrEnum):
+    """What moves KV between the engines."""
+
+    BACKHAUL = "backhaul"
+    """Ours: proven reads, leases that can be released, an account of every turn."""
+    STOCK = "stock"
+    """vLLM's own NixlConnector."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnginesConfig:
     """A set of engines on this machine that serve one model."""
@@ -50,6 +59,7 @@ class EnginesConfig:
     """The interpreter that has vLLM; `None` is the running one."""
     device: Device | None = None
     """`None` asks the installed vLLM which it was built for."""
+    connector: Connector = Connector.BACKHAUL
     dtype: str | None = None
     max_model_len: int | None = None
     """Tokens; `None` is 8192 for the built-in models, and vLLM's choice for others."""
@@ -143,10 +153,8 @@ def engine_command(
     """
     built_in = BUILT_IN.get(config.model)
     transfer: dict[str, Any] = {
-        "kv_connector": "NixlConnector",
+        **_CONNECTORS[config.connector],
         "kv_role": KV_ROLES[role],
-        # `recompute` can park a request forever (vLLM 0.32, pull_scheduler: a failed read is asked for again).
-        "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {
             "bidirectional_kv_xfer": True,
             "kv_recompute_threshold": config.kv_recompute_threshold,
@@ -190,6 +198,18 @@ def engine_command(
     elif gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
     return EngineCommand(role, index, ports, tuple(argv), env)
+
+
+_CONNECTORS: Mapping[Connector, Mapping[str, str]] = {
+    Connector.BACKHAUL: {
+        "kv_connector": "BackhaulConnector",
+        "kv_connector_module_path": "backhaul_connector.connector",
+        "kv_load_failure_policy": "recompute",
+    },
+    # With the stock connector `recompute` can park a request forever (vLLM 0.32, pull_scheduler: a failed read is asked for
+    # again).
+    Connector.STOCK: {"kv_connector": "NixlConnector", "kv_load_failure_policy": "fail"},
+}
 
 
 CPU_BLOCK_SIZE = 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from .command import HOST, Device, EngineCommand, EnginesConfig, LaunchError, Ro
 GRACE_S = 10.0
 """An engine that was asked to end has this long before it is killed."""
 LOG_TAIL_LINES = 25
+_LONGEST_SOCKET_FOLDER = 107 - len("/") - 36
+"""vLLM names its sockets by UUIDs, and Linux allows 107 bytes for a socket's path."""
 
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
@@ -32,9 +35,11 @@ def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
 class Engine:
     """One engine of a set, in its own process tree below a supervisor (see `supervise`)."""
 
-    def __init__(self, command: EngineCommand, log: Path, cores: list[int] | None) -> None:
+    def __init__(self, command: EngineCommand, log: Path, scratch: Path, cores: list[int] | None) -> None:
+        """`scratch` is a folder for what the engine leaves behind, removed once the launcher is gone."""
         self.command = command
         self.log = log
+        self.scratch = scratch
         self.cores = cores
         """On which its workers are to run; `None` leaves that to vLLM."""
         self._supervisor: subprocess.Popen[bytes] | None = None
@@ -86,14 +91,20 @@ class Engine:
         self.asked_to_end = self.ready = False
         with self.log.open("a") as log:
             log.write(f"$ {self.command.shell()}\n")
+        supervisor = [sys.executable, "-I", "-S", supervise.__file__, str(self.log), str(GRACE_S), str(self.scratch)]
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervise.__file__, str(self.log), str(GRACE_S), *self.command.argv],
+            [*supervisor, *self.command.argv],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, **self.command.env},
+            env={**self._sockets(), **os.environ, **self.command.env},
             start_new_session=True,
         )
+
+    def _sockets(self) -> dict[str, str]:
+        """vLLM leaves its sockets in the temporary directory, unless it is told another."""
+        short = len(os.fsencode(self.scratch)) <= _LONGEST_SOCKET_FOLDER
+        return {"VLLM_RPC_BASE_PATH": str(self.scratch)} if short else {}
 
     def check(self) -> None:
         """Raises `LaunchError` with the log's tail if the engine has ended of itself."""
@@ -105,12 +116,14 @@ class Engine:
 
     def ask_to_end(self) -> None:
         """Begins to end the engine; `join` waits for it."""
-        self._end(b"")
+        self._end(supervise.END)
 
     def join(self) -> None:
         """Returns when no process is left."""
         if self._supervisor is not None:
             self._supervisor.wait()
+            if self._supervisor.stdin is not None:
+                self._supervisor.stdin.close()
 
     def stop(self) -> None:
         """Ends the engine as an operator would."""
@@ -126,7 +139,7 @@ class Engine:
         self.asked_to_end = True
         pipe = self._supervisor.stdin if self._supervisor else None
         if pipe is not None and not pipe.closed:
-            with pipe, contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
                 pipe.write(word)
 
 
@@ -140,9 +153,11 @@ class Engines:
     def __init__(
         self, config: EnginesConfig, *, logs: Path | None = None, report: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`logs` is a directory for the engines' logs, by default a new temporary one. `report` gets lines of progress."""
+        """`logs` is a directory for the engines' logs. By default they are temporary, and kept only when the block ends with
+        `LaunchError`. `report` gets lines of progress."""
         self.config = config
         self._logs = logs
+        self._scratch: Path | None = None
         self._report = report
         self.prefill: tuple[Engine, ...] = ()
         self.decode: tuple[Engine, ...] = ()
@@ -169,29 +184,31 @@ class Engines:
         commands = plan(
             self.config, python=python.path, device=device, cores=len(all_cores), gpus=interpreter.visible_gpus()
         )
-        logs = self._logs or Path(tempfile.mkdtemp(prefix="backhaul-"))
-        self._report(f"vLLM {python.vllm} on {device}, logs in {logs}")
         cores = split_cores(all_cores, len(commands)) if device is Device.CPU else None
+        self._scratch = scratch = Path(tempfile.mkdtemp(prefix="backhaul-"))
+        logs = self._logs or scratch
         engines = [
-            Engine(command, logs / f"{command.name}.log", cores[place] if cores else None)
+            Engine(command, logs / f"{command.name}.log", scratch, cores[place] if cores else None)
             for place, command in enumerate(commands)
         ]
         self.prefill = tuple(engine for engine in engines if engine.role is Role.PREFILL)
         self.decode = tuple(engine for engine in engines if engine.role is Role.DECODE)
         try:
+            removed = "" if self._logs else " (removed at the end, unless an engine fails)"
+            self._report(f"vLLM {python.vllm} on {device}, logs in {logs}{removed}")
             for engine in engines:
                 self._report(f"{engine.name}: starting on {engine.url}")
                 engine.start()
             self.wait_healthy()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self._stop(keep_logs=isinstance(error, LaunchError))
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        self._stop(keep_logs=isinstance(error, LaunchError))
 
     def wait_healthy(self) -> None:
         """Returns when every engine that was started has become healthy. Raises `LaunchError` if one ends before, or
@@ -232,8 +249,30 @@ class Engines:
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """Ends all engines and returns when no process is left."""
-        for engine in self.all:
-            engine.ask_to_end()
-        for engine in self.all:
-            engine.join()
+        """Ends all engines and returns when no process is left, nor a temporary file."""
+        self._stop(keep_logs=False)
+
+    def _stop(self, *, keep_logs: bool) -> None:
+        try:
+            for engine in self.all:
+                engine.ask_to_end()
+            for engine in self.all:
+                engine.join()
+        except BaseException:  # a second Ctrl-C
+            for engine in self.all:
+                engine.kill()
+            raise
+        finally:
+            self._clear(keep_logs=keep_logs)
+
+    def _clear(self, *, keep_logs: bool) -> None:
+        scratch, self._scratch = self._scratch, None
+        if scratch is None:
+            return
+        # An engine whose supervisor was killed may be removing its sockets at this moment.
+        if not keep_logs or self._logs is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+            return
+        for left in scratch.iterdir():
+            if left.suffix != ".log":
+                left.unlink(missing_ok=True)

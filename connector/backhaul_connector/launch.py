@@ -13,10 +13,21 @@ from contextlib import contextmanager
 from types import FrameType
 
 from . import interpreter
-from .command import Device, EngineCommand, EnginesConfig, LaunchError, Role, plan
+from .command import Connector, Device, EngineCommand, EnginesConfig, LaunchError, Role, plan
 from .engines import Engine, Engines
 
-__all__ = ["Device", "Engine", "EngineCommand", "Engines", "EnginesConfig", "LaunchError", "Role", "how_to_reach", "up"]
+__all__ = [
+    "Connector",
+    "Device",
+    "Engine",
+    "EngineCommand",
+    "Engines",
+    "EnginesConfig",
+    "LaunchError",
+    "Role",
+    "how_to_reach",
+    "up",
+]
 
 
 def _say(line: str) -> None:

@@ -77,27 +77,31 @@ def ensure(model: str, python: str, report: Callable[[str], None]) -> None:
     report(f"building the model {built_in.name} in {kept}")
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{kept.name}-", dir=kept.parent) as scratch:
-        fresh = Path(scratch) / built_in.name
-        build = subprocess.run(
-            [python, str(Path(__file__).resolve()), built_in.name, str(fresh)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            check=False,
-        )
-        if build.returncode:
+        fresh, log = Path(scratch) / built_in.name, Path(scratch) / "log"
+        status = _build([python, str(Path(__file__).resolve()), built_in.name, str(fresh)], log)
+        if status:
             raise ModelError(
-                f"model {model}: {python} could not build it (exit {build.returncode}); it needs torch and transformers"
+                f"model {model}: {python} could not build it (exit {status}); it needs torch and transformers"
                 f"{built_in.also_needs}",
-                "\n".join(build.stdout.splitlines()[-15:]),
+                "\n".join(log.read_text(errors="replace").splitlines()[-15:]),
             )
         try:
             fresh.rename(kept)
         except OSError:
             if not kept.is_dir():
                 raise
+
+
+def _build(command: list[str], log: Path) -> int:
+    """Runs a builder, and returns its exit status. It and the log's folder end with this process, by whatever signal."""
+    from . import supervise
+
+    supervisor = [sys.executable, "-I", "-S", supervise.__file__, str(log), "5", str(log.parent)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [*supervisor, *command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, start_new_session=True
+    ) as build:
+        return build.wait()
 
 
 # --- the builders: run in the engines' Python -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .command import Device, EnginesConfig
+from .command import Connector, Device, EnginesConfig
 from .models import BUILT_IN
 
 
@@ -26,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", *(str(device) for device in Device)],
         default="auto",
         help="auto: what the installed vLLM was built for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--connector",
+        choices=[str(connector) for connector in Connector],
+        default=str(defaults.connector),
+        help="what moves KV: backhaul's own, which proves every read, or vLLM's (default: %(default)s)",
     )
     parser.add_argument("--dtype", metavar="TYPE", help="such as float32 (default: the model's)")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
@@ -60,6 +66,7 @@ def config_from(args: argparse.Namespace, vllm_args: Sequence[str]) -> EnginesCo
         decode_engines=args.decode_engines,
         python=args.python,
         device=None if args.device == "auto" else Device(args.device),
+        connector=Connector(args.connector),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         prefill_prefix_caching=args.prefill_prefix_caching,

@@ -8,7 +8,8 @@ whose choice has a `finish_reason`. That event, and no other, gains
 
     "kv_transfer_params": {<the handle, if D kept the blocks>, "backhaul": {"version": 1, "token_ids": [...]}}
 
-with the ids of the whole answer. vLLM 0.33 puts the handle there itself; then only `backhaul` is added. Whatever the
+with the ids of the whole answer, beside what our connector has put under `backhaul`. vLLM 0.33 puts the handle there
+itself; then only the ids are added. Whatever the
 installed vLLM turns out to be, a stream is never broken by this: what does not look as expected is left alone, and a
 warning says so. `/metrics` has `backhaul_plugin_info` where both endpoints carry handles.
 """
@@ -203,11 +204,9 @@ def add_handle(event: str, answer: Answer) -> str | None:
     choices = msgspec.json.decode(fields.get("choices", b"[]"), type=list[_Choice])
     if len(choices) != 1 or choices[0].finish_reason is None:
         return None
-    theirs = msgspec.json.decode(fields.get("kv_transfer_params", b"null"))
-    ours = {"version": VERSION, "token_ids": answer.token_ids}
-    fields["kv_transfer_params"] = msgspec.Raw(
-        msgspec.json.encode({**(theirs or answer.handle or {}), "backhaul": ours})
-    )
+    handle = msgspec.json.decode(fields.get("kv_transfer_params", b"null")) or answer.handle or {}
+    ours = {**(handle.get("backhaul") or {}), "version": VERSION, "token_ids": answer.token_ids}
+    fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({**handle, "backhaul": ours}))
     return f"data: {msgspec.json.encode(fields).decode()}\n\n"
 
 

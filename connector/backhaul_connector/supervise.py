@@ -1,16 +1,18 @@
 """Keeps one engine, and leaves no process behind whatever happens to the launcher.
 
-    python -I -S supervise.py LOG GRACE_S COMMAND...
+    python -I -S supervise.py LOG GRACE_S SCRATCH COMMAND...
 
 vLLM forks an engine core and workers, so a signal to one process does not end an engine. This process sits between
 launcher and engine: a session of its own (Ctrl-C in the launcher's terminal does not reach it), and a subreaper (every
 process that the engine starts stays its descendant, even when the one between dies). It ends the engine when
 
-- its standard input closes, which is also what happens when the launcher is killed with SIGKILL,
+- its standard input says so (`END`, and `KILL`, which is heard while an engine is ending as well),
+- its standard input closes, which is what happens when the launcher is gone, be it by SIGKILL,
 - it gets SIGTERM,
 - the engine's first process exits, for then the rest is of no use.
 
-It exits as the engine did, and only when no descendant is left. Standard library only, and quick to import.
+It exits as the engine did, and only when no descendant is left. If the launcher is gone by then, it removes the folder
+SCRATCH, which the launcher would have removed. Standard library only, and quick to import.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+END = b"e"
+"""Sent to standard input: end the engine, politely at first."""
 KILL = b"k"
 """Sent to standard input: end the engine at once with SIGKILL, as a crash would."""
 
@@ -92,6 +97,8 @@ class Supervisor:
         if not at_once and self.status is None:
             os.kill(self.pid, signal.SIGTERM)
         while self.reap():
+            if told() == KILL:
+                deadline = time.monotonic()
             if time.monotonic() >= deadline:
                 for pid in descendants(os.getpid()):
                     if time.monotonic() < deadline + TRACKER_GRACE_S and _is_resource_tracker(pid):
@@ -124,8 +131,24 @@ def _is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def main(log: str, grace_s: str, *command: str) -> int:
-    return Supervisor(list(command), log, float(grace_s)).run()
+def told() -> bytes | None:
+    """The next word on standard input; `None` when there is none yet, and nothing (`b""`) once the launcher is gone."""
+    return os.read(0, 1) if select.select([0], [], [], 0)[0] else None
+
+
+def launcher_is_gone() -> bool:
+    """A launcher keeps its end of the pipe open until this process has ended; what it wrote last may be unread."""
+    while word := told():
+        pass
+    return word is not None
+
+
+def main(log: str, grace_s: str, scratch: str, *command: str) -> int:
+    try:
+        return Supervisor(list(command), log, float(grace_s)).run()
+    finally:
+        if launcher_is_gone():
+            shutil.rmtree(scratch, ignore_errors=True)  # the other engines' supervisors do the same at the same time
 
 
 if __name__ == "__main__":

@@ -6,7 +6,12 @@ pytest.register_assert_rewrite("router_turns")
 
 WHOLE_PROGRAMS = (
     "test_bench",
+    "test_bench_overhead",
     "test_demo",
+    "test_left_behind",
+    "test_readme",
+    "test_same_reports",
+    "test_scale",
     "test_sdk_end_to_end",
     "test_sdk_example",
     "test_sdk_remote",

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from backhaul_connector import interpreter, models, supervise
 from backhaul_connector.command import (
+    Connector,
     Device,
     EngineCommand,
     EnginesConfig,
@@ -53,11 +54,24 @@ def test_one_prefill_and_one_decode_engine_by_default() -> None:
     ]
 
 
-def test_both_roles_transfer_in_both_directions_and_fail_rather_than_recompute() -> None:
-    for command in commands(decoder_kv_blocks_ttl=25.0, kv_recompute_threshold=10):
+@pytest.mark.parametrize(
+    ("connector", "expected"),
+    [
+        (
+            Connector.BACKHAUL,
+            {
+                "kv_connector": "BackhaulConnector",
+                "kv_connector_module_path": "backhaul_connector.connector",
+                "kv_load_failure_policy": "recompute",
+            },
+        ),
+        (Connector.STOCK, {"kv_connector": "NixlConnector", "kv_load_failure_policy": "fail"}),
+    ],
+)
+def test_both_roles_transfer_in_both_directions(connector: Connector, expected: dict[str, str]) -> None:
+    for command in commands(connector=connector, decoder_kv_blocks_ttl=25.0, kv_recompute_threshold=10):
         config = transfer(command)
-        assert config["kv_connector"] == "NixlConnector"
-        assert config["kv_load_failure_policy"] == "fail"
+        assert expected.items() <= config.items()
         assert "engine_id" not in config
         assert config["kv_connector_extra_config"] == {
             "bidirectional_kv_xfer": True,
@@ -252,7 +266,9 @@ FAMILY = "(setsid sh -c 'echo $$ >> pids; exec sleep 600' &); sh -c 'echo $$ >> 
 
 @contextmanager
 def supervised(tmp_path: Path, body: str, grace_s: float = 5.0) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-I", "-S", supervise.__file__, str(tmp_path / "log"), str(grace_s), "sh", "-c", body]
+    (tmp_path / "scratch").mkdir()
+    options = [str(tmp_path / "log"), str(grace_s), str(tmp_path / "scratch")]
+    command = [sys.executable, "-I", "-S", supervise.__file__, *options, "sh", "-c", body]
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path, start_new_session=True) as supervisor:
         yield supervisor
 

@@ -108,6 +108,12 @@ async def test_where_vllm_puts_the_handle_itself_only_ours_is_added() -> None:
     ]
 
 
+async def test_what_our_connector_says_stays_beside_the_ids() -> None:
+    handle = {**HANDLE, "backhaul": {"version": 1, "digests": "AAAA", "account": {"prompt": 3}}}
+    events = await run(chat(), request(), output(7, finish="stop", handle=handle))
+    assert added(events) == [{**handle, "backhaul": {**handle["backhaul"], "token_ids": [7]}}]
+
+
 async def test_where_vllm_says_that_there_is_no_handle_ours_takes_the_place() -> None:
     events = await run(chat(lambda _: event("c", "stop", kv_transfer_params=None)), request(), *ANSWER)
     assert added(events) == [{**HANDLE, "backhaul": {"version": 1, "token_ids": [7, 8, 9, 10]}}]

@@ -37,10 +37,22 @@ def _engines_used(item: pytest.Item) -> int:
     fixtures = getattr(item, "fixturenames", ())
     if HERE not in item.path.parents:
         return 0
-    for rank, fixture in enumerate(("smollm2_engines", "engines_prefix_caching", "stock", "engines")):
+    for rank, fixture in enumerate(_SETS):
         if fixture in fixtures:
-            return 4 - rank
-    return 5
+            return len(_SETS) - rank
+    return len(_SETS) + 1
+
+
+_SETS = (
+    "smollm2_engines",
+    "small_connector_engines",
+    "connector_engines_prefix_caching",
+    "connector_engines",
+    "engines_prefix_caching",
+    "mixed_engines",
+    "stock",
+    "engines",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -96,3 +108,28 @@ def engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
 def smollm2_engines(engine_sets: EngineSets) -> EngineSet:
     """A real chat model in float32, in which equal KV gives equal answers; P without prefix caching."""
     return engine_sets.special(replace(EngineSets.DEFAULT, model="smollm2"))
+
+
+@pytest.fixture
+def connector_engines(engine_sets: EngineSets) -> EngineSet:
+    """The tiny model with our connector: one P without prefix caching, one D."""
+    return engine_sets.special(EngineSets.CONNECTOR)
+
+
+@pytest.fixture
+def connector_engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
+    """The tiny model with our connector: one P with prefix caching, as in production, and one D."""
+    return engine_sets.special(replace(EngineSets.CONNECTOR, prefill_prefix_caching=True))
+
+
+@pytest.fixture
+def small_connector_engines(engine_sets: EngineSets) -> EngineSet:
+    """The same with few KV blocks: 300, of 32 tokens."""
+    return engine_sets.special(replace(EngineSets.CONNECTOR, vllm_args=("--num-gpu-blocks-override", "300")))
+
+
+@pytest.fixture
+def mixed_engines(engine_sets: EngineSets) -> tuple[EngineSet, EngineSet]:
+    """vLLM's own connector, and beside it ours."""
+    stock = engine_sets.default()
+    return stock, engine_sets.special(EngineSets.CONNECTOR, beside_default=True)

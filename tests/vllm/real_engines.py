@@ -10,13 +10,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from backhaul_connector.launch import Engine, Engines, EnginesConfig
+from backhaul_connector.launch import Connector, Engine, Engines, EnginesConfig
 
 PYTHON = Path(os.environ.get("BACKHAUL_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
 """The interpreter that has vLLM."""
@@ -47,7 +47,11 @@ class EngineSets:
     """Starts sets when a test asks for one. One set is alive at a time, since each engine takes 2.5 GB and a share of the
     cores; the tests are ordered so that each set is started once."""
 
-    DEFAULT = EnginesConfig(python=str(PYTHON), prefill_prefix_caching=False, dtype="float32")
+    DEFAULT = EnginesConfig(
+        python=str(PYTHON), connector=Connector.STOCK, prefill_prefix_caching=False, dtype="float32"
+    )
+    """vLLM's own connector."""
+    CONNECTOR = replace(DEFAULT, connector=Connector.BACKHAUL)
 
     def __init__(self, logs: Callable[[], Path]) -> None:
         """`logs` makes a directory for the logs of each set."""

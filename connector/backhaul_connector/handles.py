@@ -1,0 +1,167 @@
+"""What requests say in `kv_transfer_params`, checked before anything in the engine relies on it.
+
+vLLM takes any JSON object there, and a wrong one can hang a request or end the engine core. Whatever comes in is read into
+the values of this module or refused; nothing here raises for what a client can write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+EXTENSION: Final = "backhaul"
+"""The one key of ours in `kv_transfer_params`."""
+VERSION: Final = 1
+LONGEST_S: Final = 7 * 24 * 3600.0
+
+_REMOTE_KEYS: Final = (
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+    "remote_registration_generation",
+    "remote_block_size",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+)
+_INTERNAL_KEYS: Final = ("_remote_blocks_processed", "_p_side_truncated")
+"""Marks that vLLM keeps in the request's own object, and that a client must not set."""
+
+Size = Annotated[int, Meta(ge=1, le=4096)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """Where another engine keeps KV blocks: the fields of vLLM's own that a read needs."""
+
+    remote_block_ids: Annotated[list[list[BlockId]], Meta(min_length=1, max_length=256)]
+    remote_engine_id: Name
+    remote_request_id: Name
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
+    remote_port: Port
+    remote_num_tokens: Annotated[int, Meta(ge=0)] | None = None
+    tp_size: Size = 1
+    dcp_size: Size = 1
+    pp_size: Size = 1
+    remote_blocks_expiry_time: float | None = None
+    remote_registration_generation: Annotated[int, Meta(ge=0)] | None = None
+
+    def cut(self, block_size: int, tokens: int) -> list[list[int]] | None:
+        """The lists without blocks behind the first `tokens` tokens. `None` if they hold fewer, or if how many they are
+        does not agree with `remote_num_tokens`: vLLM pairs remote blocks with its own from the end, so that a list of
+        another length gives KV of other positions."""
+        held = self.remote_num_tokens
+        if held is None or held < tokens:
+            return None
+        if any(len(group) != -(-held // block_size) for group in self.remote_block_ids):
+            return None
+        return [group[: -(-tokens // block_size)] for group in self.remote_block_ids]
+
+
+class LeaseAddress(msgspec.Struct, frozen=True):
+    port: Port
+    shared: bool = False
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What our D adds to a handle."""
+
+    version: Literal[1]
+    digests: str
+    block_size: Size
+    epoch: Annotated[str, Meta(max_length=64)]
+    lease: LeaseAddress
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """What a router adds to a handle of a stock D that it has compared, token by token, and cut."""
+
+    version: Literal[1]
+    proof: Literal["tokens"]
+
+
+class LeaseOps(msgspec.Struct, frozen=True):
+    """A request that is not for the model, but for the leases."""
+
+    release: Annotated[list[str], Meta(max_length=100_000)] = []
+    renew: Annotated[list[str], Meta(max_length=100_000)] = []
+    ttl_s: Seconds | None = None
+    listing: bool = msgspec.field(default=False, name="list")
+    flush: bool = False
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """What a router asks of D, beside what P said of the prompt that it computed."""
+
+    version: Literal[1]
+    retain: bool = True
+    retain_s: Seconds | None = None
+    shared: bool = False
+    release: Annotated[list[str], Meta(max_length=10_000)] = []
+    leases: LeaseOps | None = None
+    prompt_hash: Annotated[str, Meta(max_length=128)] | None = None
+    prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
+T = TypeVar("T")
+
+
+def _read(value: object, kind: type[T]) -> T | None:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def read_handle(params: Mapping[str, Any]) -> Handle | None:
+    """The handle among a request's parameters, or `None` where a field is missing or no such thing."""
+    return _read(dict(params), Handle)
+
+
+def read_offer(params: Mapping[str, Any]) -> Offer | Literal["no_digests", "malformed"]:
+    """What our D published with its handle."""
+    ours = params.get(EXTENSION)
+    if not isinstance(ours, Mapping) or ours.get("digests") is None:
+        return "no_digests"
+    return _read(dict(ours), Offer) or "malformed"
+
+
+def has_token_proof(params: Mapping[str, Any]) -> bool:
+    return _read(params.get(EXTENSION), Proof) is not None
+
+
+def read_wishes(params: Mapping[str, Any]) -> Wishes | None:
+    """What a router asks of D; `None` where there is nothing of ours, or nothing that can be read."""
+    return _read(params.get(EXTENSION), Wishes)
+
+
+def has_handle(params: Mapping[str, Any]) -> bool:
+    """Whether a request means to bring a handle: the fields that a first turn may send as null do not count."""
+    return any(params.get(key) not in (None, [], "") for key in _REMOTE_KEYS[:5])
+
+
+def strip(params: MutableMapping[str, Any]) -> None:
+    """Takes the handle out, so that vLLM computes the prompt."""
+    for key in _REMOTE_KEYS:
+        params.pop(key, None)
+
+
+def normalize(params: MutableMapping[str, Any]) -> None:
+    """Makes the two flags booleans of which at most one is set, and removes vLLM's internal marks."""
+    for key in _INTERNAL_KEYS:
+        params.pop(key, None)
+    for key in ("do_remote_prefill", "do_remote_decode"):
+        if key in params:
+            params[key] = params[key] is True
+    if params.get("do_remote_decode"):
+        params["do_remote_prefill"] = False

@@ -1,0 +1,39 @@
+"""A worker trusts no read that ended after its hold."""
+
+from __future__ import annotations
+
+from backhaul_connector.holds import Holds
+
+
+class Clock:
+    now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_read_that_ends_after_its_hold_is_late_and_any_other_is_not() -> None:
+    clock = Clock()
+    holds = Holds(clock)
+    holds.begin({"a": 10.0, "b": 20.0})
+    clock.now += 10.1
+    assert holds.late({"a", "b", "without a hold"}, under_way=()) == {"a"}
+
+
+def test_a_read_goes_on_being_watched_until_it_ends() -> None:
+    clock = Clock()
+    holds = Holds(clock)
+    holds.begin({"a": 10.0})
+    clock.now += 30.0
+    assert holds.late((), under_way={"a"}) == set()
+    assert holds.late({"a"}, under_way={"a"}) == {"a"}
+    assert holds.late({"a"}, under_way={"a"}) == set()
+
+
+def test_a_read_that_never_began_is_forgotten() -> None:
+    clock = Clock()
+    holds = Holds(clock)
+    holds.begin({"a": 10.0})
+    holds.late((), under_way=())
+    clock.now += 30.0
+    assert holds.late({"a"}, under_way=()) == set()
