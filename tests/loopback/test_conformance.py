@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 from backhaul_connector.loopback import CostModel, LoopbackPair, loopback_pair
-from conformance import CASES, Engines
+from conformance import CASES, CONNECTOR_CASES, Engines
 
 
 @pytest.fixture(scope="module")
 async def pair() -> AsyncIterator[LoopbackPair]:
+    async with _pair() as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+async def connector_pair() -> AsyncIterator[LoopbackPair]:
+    async with _pair(connector="backhaul") as pair:
+        yield pair
+
+
+def _pair(**settings: Any) -> AbstractAsyncContextManager[LoopbackPair]:
     """As the real engines of the same checks: P without prefix caching, blocks of 32, decoding that takes time."""
     costs = CostModel(decode_s=0.0001)
-    async with loopback_pair(block_size=32, max_model_len=8192, costs=costs, prefill={"prefix_caching": False}) as pair:
-        yield pair
+    return loopback_pair(block_size=32, max_model_len=8192, costs=costs, prefill={"prefix_caching": False}, **settings)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -22,3 +34,12 @@ async def test_loopback_engine(name: str, pair: LoopbackPair) -> None:
     async with Engines(pair.prefill.url, pair.decode.url, pair.model) as engines:
         await CASES[name](engines)
         await engines.wait_for_usage(pair.decode.url)
+
+
+@pytest.mark.parametrize("name", CONNECTOR_CASES)
+async def test_loopback_engine_with_the_connector(name: str, connector_pair: LoopbackPair) -> None:
+    pair = connector_pair
+    async with Engines(pair.prefill.url, pair.decode.url, pair.model) as engines:
+        await CONNECTOR_CASES[name](engines)
+        await engines.wait_for_usage(pair.decode.url)
+        await engines.wait_for_usage(pair.prefill.url)

@@ -136,8 +136,10 @@ async def process(role: str, *flags: str) -> AsyncIterator[tuple[asyncio.subproc
         await engine.wait()
 
 
-async def test_engines_in_different_processes_read_each_others_blocks() -> None:
-    async with process("prefill", "--no-prefix-caching") as (_, p), process("decode") as (_, d):
+@pytest.mark.parametrize("connector", ["stock", "backhaul"])
+async def test_engines_in_different_processes_read_each_others_blocks(connector: str) -> None:
+    kind = ("--connector", connector)
+    async with process("prefill", "--no-prefix-caching", *kind) as (_, p), process("decode", *kind) as (_, d):
         async with Engines(p, d, "loopback") as engines:
             one = await engines.turn(PROMPT)
             prompt = [*PROMPT, *one.choice["token_ids"], *PROMPT[:40]]

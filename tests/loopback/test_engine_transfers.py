@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackEngine, LoopbackPair, VirtualClock, loopback_pair
-from conformance.engines import Answer, Engines
+from backhaul_connector.loopback import CostModel
+from conformance.engines import Answer
+from engine_pairs import Bench, bench, until
 
 SIZE = 16
 FIRST = [40 + i * i % 70 for i in range(200)]
 SUFFIX = [40 + i * 7 % 70 for i in range(40)]
-
-
-class Bench(Engines):
-    """A pair, its clock, and the ways to talk to it."""
-
-    pair: LoopbackPair
-    clock: VirtualClock
-
-    @property
-    def p(self) -> LoopbackEngine:
-        return self.pair.prefill
-
-    @property
-    def d(self) -> LoopbackEngine:
-        return self.pair.decode
-
-    async def second_turn(self, handle: Any, prompt: list[int]) -> list[int]:
-        answer = await self.decode(prompt, (await self.prefill(prompt, handle)).handle)
-        ids: list[int] = answer.choice["token_ids"]
-        return ids
-
-
-@asynccontextmanager
-async def bench(**settings: Any) -> AsyncIterator[Bench]:
-    clock = VirtualClock()
-    async with loopback_pair(clock=clock, **settings) as pair:
-        async with Bench(pair.prefill.url, pair.decode.url, pair.model) as engines:
-            engines.pair, engines.clock = pair, clock
-            yield engines
 
 
 @pytest.fixture
@@ -56,13 +27,6 @@ async def grown(engines: Bench) -> tuple[Any, list[int]]:
     """D's handle of a first turn, and the prompt of the second, which extends it."""
     one = await engines.turn(FIRST)
     return one.handle, [*FIRST, *one.choice["token_ids"], *SUFFIX]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits for what real sockets take a moment to do."""
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 async def test_wrong_handle_poisons_the_prefix_cache_for_requests_without_one() -> None:

@@ -36,6 +36,11 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--decoder-kv-blocks-ttl", type=float, default=known.decoder_kv_blocks_ttl, help="seconds")
     args.add_argument("--kv-lease-duration", type=float, default=known.kv_lease_duration, help="seconds")
     args.add_argument("--stream-handles", choices=("plugin", "off"), default=known.stream_handles)
+    args.add_argument("--connector", choices=("stock", "backhaul"), default=known.connector)
+    args.add_argument("--lease-port", type=int, default=known.lease_port, help="0 takes a free one")
+    args.add_argument("--claim-timeout-s", type=float, default=known.claim_timeout_s, help="seconds")
+    args.add_argument("--hold-s", type=float, default=known.hold_s, help="seconds")
+    args.add_argument("--max-leased-fraction", type=float, default=known.max_leased_fraction, help="of the blocks")
     costs = args.add_argument_group("costs", "seconds; everything is free by default")
     costs.add_argument("--fixed-s", type=float, default=0.0, help="per request")
     for what in ("prefill", "decode", "transfer", "render"):

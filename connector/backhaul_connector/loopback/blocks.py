@@ -47,8 +47,9 @@ class Block:
 
 
 def chain_digest(parent: bytes, keys: Sequence[int], salt: str = "") -> bytes:
-    """One full block's digest. The salt counts in the first block only, and through the chain in every one."""
-    return hashlib.blake2b(parent + salt.encode() + array("Q", keys).tobytes(), digest_size=16).digest()
+    """One full block's digest, of 32 bytes as vLLM's block hashes have. The salt counts in the first block only, and
+    through the chain in every one."""
+    return hashlib.sha256(parent + salt.encode() + array("Q", keys).tobytes()).digest()
 
 
 class BlockPool:

@@ -46,6 +46,11 @@ class VirtualClock:
     def now(self) -> float:
         return self._now
 
+    @property
+    def num_sleepers(self) -> int:
+        """How many wait for time to pass, given up ones included."""
+        return len(self._sleepers)
+
     async def sleep(self, seconds: float) -> None:
         if seconds <= 0:
             await asyncio.sleep(0)

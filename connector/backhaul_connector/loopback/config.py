@@ -39,6 +39,17 @@ class EngineConfig:
     enable_scale_out: bool = True
     """False answers the render endpoints with 403, as vLLM without `--enable-scale-out`."""
     enable_prompt_tokens_details: bool = True
+    connector: Literal["stock", "backhaul"] = "stock"
+    """`backhaul`: what D publishes is verified before it is read, leases can be shared, renewed and released, and a read
+    that fails is computed instead. `stock`: vLLM's NIXL connector, traps included."""
+    lease_port: int = 0
+    """Of the connector's lease channel. 0 takes a free one."""
+    claim_timeout_s: float = 1.0
+    """Real seconds, whatever the clock: for how long P waits for D's answer before it computes instead."""
+    hold_s: float = 30.0
+    """For how long P asks D to keep blocks that it is about to read."""
+    max_leased_fraction: float = 0.8
+    """Of the blocks: beyond it the oldest leases are evicted, so that leases never starve requests."""
     costs: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -46,6 +57,10 @@ class EngineConfig:
             raise ValueError(f"role={self.role!r}: use prefill or decode")
         if self.block_size < 1 or self.num_blocks < 2:
             raise ValueError(f"block_size={self.block_size}, num_blocks={self.num_blocks}: at least 1 and 2")
+        if self.connector not in ("stock", "backhaul"):
+            raise ValueError(f"connector={self.connector!r}: use stock or backhaul")
+        if not 0 <= self.max_leased_fraction <= 1:
+            raise ValueError(f"max_leased_fraction={self.max_leased_fraction}: from 0 to 1")
 
 
 @dataclass
@@ -67,6 +82,12 @@ class Faults:
     """So many of the next reads from a peer fail."""
     lie: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Rewrites each handle before it goes out."""
+    lie_digests: Callable[[bytes], bytes] | None = None
+    """Rewrites what D publishes of its blocks: 4 bytes for each, before they are encoded."""
+    lease_channel: Literal["stall", "refuse"] | None = None
+    """`stall`: claims are never answered. `refuse`: whoever connects is hung up on."""
+    drop_reads: int = 0
+    """So many of the next reads of this engine's blocks lose their connection."""
 
     def clear(self) -> None:
         for switch in fields(self):

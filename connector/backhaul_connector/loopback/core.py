@@ -12,14 +12,15 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from . import kv, transfer
+from . import asks, kv, transfer
 from .blocks import Block, BlockPool
 from .clock import Clock
 from .config import EngineConfig, Faults
+from .connector import Connector
 from .errors import EngineDeadError, KVLoadError
 from .leases import LeaseTable
 from .metrics import Metrics
-from .reader import Reader
+from .reader import Reader, ignore_read
 from .sequence import Seq, Step
 from .tokenizer import EOS
 from .transfer import Params
@@ -44,7 +45,19 @@ class EngineCore:
         self._freed = asyncio.Event()
         self._admission = asyncio.Lock()
         self._device = asyncio.Lock()
-        self._reader = Reader(config, clock, faults, self.metrics, self._release)
+        self.connector: Connector | None = None
+        if config.connector == "backhaul":
+            self.connector = Connector(
+                config,
+                clock,
+                faults,
+                engine_id=self.engine_id,
+                max_blocks=int(config.max_leased_fraction * self.pool.usable),
+                release=self._release,
+                let_go=self.reject,
+            )
+        read_ended = self.connector.read_ended if self.connector is not None else ignore_read
+        self._reader = Reader(config, clock, faults, self.metrics, self._release, read_ended)
 
     # -- what the side channel asks (the `Owner` protocol) ---------------------------------------------------
 
@@ -58,12 +71,17 @@ class EngineCore:
     def read_blocks(self, request_id: str, block_ids: Sequence[int]) -> list[list[int]]:
         """What the blocks hold. Without a live lease they may be anyone's: their owner's KV is never shown then."""
         self.reap()
-        held = request_id in self.leases
+        if self.faults.drop_reads > 0:
+            self.faults.drop_reads -= 1
+            raise ConnectionAbortedError("failure ordered by a test")
+        held = request_id in self.leases or (self.connector is not None and request_id in self.connector.leases)
         size = self.block_size
         return [list(self.pool[i].values) if held and i in self.pool else kv.garbage(i, size) for i in block_ids]
 
     def notified(self, request_id: str) -> None:
         self.reap()
+        if self.connector is not None and self.connector.leases.notified(request_id):
+            return
         blocks = self.leases.end(request_id)
         if blocks is None:
             self.metrics.nixl_num_notifications_after_expiry += 1
@@ -110,9 +128,13 @@ class EngineCore:
             self._release(seq.blocks)
             seq.blocks = []
             self.reject(seq.params)
+            if self.connector is not None:
+                self.connector.ended(seq)
 
     def reject(self, params: Params | None) -> None:
         """A request ended before its load was started: P's blocks for it can go."""
+        if params and self.connector is not None and asks.read_handle(params) is None:
+            return
         self._reader.let_go(params)
 
     def reap(self) -> None:
@@ -120,13 +142,38 @@ class EngineCore:
         for request_id in self.leases.expired(self.clock.now()):
             self.metrics.nixl_num_kv_expired_reqs += 1
             self._release(self.leases.end(request_id) or ())
+        if self.connector is not None:
+            self.connector.leases.reap()
 
     def forget_lease(self, request_id: str | None = None) -> None:
         """Frees a lease (every lease for `None`) as if it had never been, as a bug in the engine would."""
         for known in [request_id] if request_id is not None else list(self.leases):
             self._release(self.leases.end(known) or ())
+        if self.connector is not None:
+            self.connector.leases.forget(request_id)
+
+    def lease_ids(self) -> list[str]:
+        """Of the leases that can be read or end by themselves, P's and D's, oldest first."""
+        self.reap()
+        return [*self.leases, *(self.connector.leases if self.connector is not None else ())]
+
+    def pinned_blocks(self) -> int:
+        """Blocks that leases hold, each counted once."""
+        self.reap()
+        more = self.connector.leases.block_ids if self.connector is not None else set()
+        return len(self.leases.block_ids | more)
+
+    def reset_cache(self, *, reset_external: bool) -> bool:
+        """Forgets every cached prefix, unless blocks are held; then the connector forgets its leases, if it is told to."""
+        self.reap()
+        success = self.pool.reset_cache()
+        if reset_external and self.connector is not None:
+            self.connector.leases.flush()
+        return success
 
     async def aclose(self) -> None:
+        if self.connector is not None:
+            await self.connector.aclose()
         await self._reader.aclose()
 
     # -- admission: blocks, then KV from the prefix cache and from the peer ------------------------------------
@@ -134,16 +181,37 @@ class EngineCore:
     async def _admit(self, seq: Seq) -> None:
         self.metrics.num_requests_waiting += 1
         try:
-            external = await self._allocate(seq)
-            await self._reader.load(seq, external)
+            seq.keys = list(seq.prompt.keys())
+            seq.extend_digests(self.block_size)
+            if self.connector is None:
+                await self._reader.load(seq, await self._allocate(seq) or 0)
+            else:
+                await self._admit_with(self.connector, seq)
         finally:
             self.metrics.num_requests_waiting -= 1
 
-    async def _allocate(self, seq: Seq) -> int:
-        """Takes blocks for the prompt and the longest answer, and says how many tokens to expect from the peer."""
+    async def _admit_with(self, connector: Connector, seq: Seq) -> None:
+        """What cannot be read is computed: vLLM's policy `recompute`."""
+        connector.arrived(seq)
+        external = None
+        while external is None:
+            await connector.claim(seq, len(self._local_hit(seq)) * self.block_size)
+            external = await self._allocate(seq)
+        failure = None
+        try:
+            await self._reader.load(seq, external)
+        except KVLoadError as error:
+            failure = error
+        connector.loaded(seq, failure)
+
+    def _local_hit(self, seq: Seq) -> list[Block]:
+        return self.pool.match(seq.digests[: (seq.num_prompt - 1) // self.block_size])
+
+    async def _allocate(self, seq: Seq) -> int | None:
+        """Takes blocks for the prompt and the longest answer, and says how many tokens to expect from the peer.
+
+        `None`, and no blocks, when the peer's promise has nearly run out meanwhile."""
         size = self.block_size
-        seq.keys = list(seq.prompt.keys())
-        seq.extend_digests(size)
         longest = seq.script.longest(seq.max_tokens, min_tokens=seq.min_tokens, ignore_eos=seq.ignore_eos)
         positions = seq.num_prompt + longest - 1
         async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +221,7 @@ class EngineCore:
             waited = False
             while True:
                 self.reap()
-                hit = self.pool.match(seq.digests[: (seq.num_prompt - 1) // size])
+                hit = self._local_hit(seq)
                 fresh = -(-positions // size) - len(hit)
                 if self.pool.can_hold(hit, fresh):
                     break
@@ -163,18 +231,27 @@ class EngineCore:
                 await self._some_blocks_freed()
             seq.num_local = len(hit) * size
             external = self._external_tokens(seq)
+            if external is None:
+                return None
             seq.blocks = self.pool.hold(hit, fresh)
         self.metrics.prefix_cache_queries += seq.num_prompt if self.config.prefix_caching else 0
         self.metrics.prefix_cache_hits += seq.num_local
         return external
 
-    def _external_tokens(self, seq: Seq) -> int:
+    def _external_tokens(self, seq: Seq) -> int | None:
         if not seq.params:
             return 0
-        threshold = self.config.kv_recompute_threshold
-        external = transfer.external_tokens(
-            seq.params, num_prompt=seq.num_prompt, num_local=seq.num_local, threshold=threshold
-        )
+        if self.connector is not None:
+            external = self.connector.external_tokens(seq)
+            if external is None:
+                return None
+        else:
+            external = transfer.external_tokens(
+                seq.params,
+                num_prompt=seq.num_prompt,
+                num_local=seq.num_local,
+                threshold=self.config.kv_recompute_threshold,
+            )
         self.metrics.external_prefix_cache_queries += seq.num_prompt - seq.num_local
         self.metrics.external_prefix_cache_hits += external
         return external
@@ -182,7 +259,10 @@ class EngineCore:
     async def _some_blocks_freed(self) -> None:
         self._freed.clear()
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(self._freed.wait())]
-        deadline = self.leases.next_deadline()
+        deadlines = [self.leases.next_deadline()]
+        if self.connector is not None:
+            deadlines.append(self.connector.leases.next_deadline())
+        deadline = min((at for at in deadlines if at is not None), default=None)
         if deadline is not None:
             waits.append(asyncio.create_task(self._sleep(deadline - self.clock.now())))
         try:
@@ -278,25 +358,40 @@ class EngineCore:
         self._release(seq.blocks[kept:])
         seq.blocks = seq.blocks[:kept]
         is_prefill_leg = bool(params and params.get("do_remote_decode"))
+        if self.connector is not None and not is_prefill_leg:
+            return self._finish_decode(self.connector, seq)
         if not params or not (is_prefill_leg or config.bidirectional_kv_xfer):
             return None
         ttl = config.kv_lease_duration if is_prefill_leg else config.decoder_kv_blocks_ttl
         deadline = self.clock.now() + ttl
-        self.leases.add(seq.request_id, seq.blocks, deadline if seq.tracked else None)
-        result = transfer.handle(
-            is_prefill_leg=is_prefill_leg,
+        blocks, seq.blocks = seq.blocks, []
+        self.leases.add(seq.request_id, blocks, deadline if seq.tracked else None)
+        result = self._handle(seq, blocks, seq.num_computed, None if is_prefill_leg else deadline)
+        if is_prefill_leg and len(seq.output) == 1:
+            result["remote_prefill_cached_tokens"] = seq.num_local + seq.num_external
+        if self.connector is not None:
+            result["backhaul"] = self.connector.prefill_answer(seq)
+        return self.faults.lie(result) if self.faults.lie is not None else result
+
+    def _finish_decode(self, connector: Connector, seq: Seq) -> Params | None:
+        lease = connector.retain(seq)
+        answer = connector.decode_answer(seq, lease)
+        if lease is None:
+            return None if answer is None else {"backhaul": answer}
+        result = self._handle(seq, lease.blocks, lease.tokens, lease.deadline) | {"backhaul": answer}
+        return self.faults.lie(result) if self.faults.lie is not None else result
+
+    def _handle(self, seq: Seq, blocks: Sequence[Block], num_tokens: int, expiry: float | None) -> Params:
+        return transfer.handle(
+            is_prefill_leg=bool(seq.params and seq.params.get("do_remote_decode")),
             engine_id=self.engine_id,
             request_id=seq.request_id,
             host=self.side_channel_host,
             port=self.side_channel_port,
-            block_ids=[block.id for block in seq.blocks],
-            num_tokens=seq.num_computed,
-            expiry=None if is_prefill_leg else deadline,
+            block_ids=[block.id for block in blocks],
+            num_tokens=num_tokens,
+            expiry=expiry,
         )
-        seq.blocks = []
-        if is_prefill_leg and len(seq.output) == 1:
-            result["remote_prefill_cached_tokens"] = seq.num_local + seq.num_external
-        return self.faults.lie(result) if self.faults.lie is not None else result
 
     def _release(self, blocks: Sequence[Block]) -> None:
         if blocks:

@@ -12,7 +12,9 @@ from aiohttp import web
 
 from .clock import Clock, RealClock
 from .config import EngineConfig, Faults, Received, Role
+from .connector import Connector
 from .core import EngineCore
+from .lease_channel import LeaseChannel
 from .server import Server
 from .side_channel import SideChannel
 
@@ -34,10 +36,11 @@ class LoopbackEngine:
         self.core = EngineCore(self.config, self.clock, self.faults)
         self._runner: web.AppRunner | None = None
         self._side_channel: SideChannel | None = None
+        self._lease_channel: LeaseChannel | None = None
 
     def __repr__(self) -> str:
         where = self.url if self.config.port else "not started"
-        return f"<LoopbackEngine {self.config.role} {where} {self.core.pool!r} {len(self.core.leases)} leases>"
+        return f"<LoopbackEngine {self.config.role} {where} {self.core.pool!r} {len(self.core.lease_ids())} leases>"
 
     @property
     def url(self) -> str:
@@ -54,8 +57,12 @@ class LoopbackEngine:
     @property
     def pinned_blocks(self) -> int:
         """Blocks that leases hold right now."""
-        self.core.reap()
-        return self.core.leases.pinned_blocks
+        return self.core.pinned_blocks()
+
+    @property
+    def lease_ids(self) -> list[str]:
+        """The requests whose blocks are leased right now."""
+        return self.core.lease_ids()
 
     @property
     def usage(self) -> float:
@@ -83,6 +90,8 @@ class LoopbackEngine:
         await side_channel.start()
         self._side_channel = side_channel
         self.core.side_channel_port = side_channel.port
+        if self.core.connector is not None:
+            await self._listen_for_claims(self.core.connector)
         app = Server(self.core, self.faults, self.received).app()
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
         await self._runner.setup()
@@ -91,12 +100,22 @@ class LoopbackEngine:
         port = self._runner.addresses[0][1]
         self.config = replace(self.config, port=port, side_channel_port=side_channel.port)
 
+    async def _listen_for_claims(self, connector: Connector) -> None:
+        lease_channel = LeaseChannel(connector.answer, self.faults, self.config.host, self.config.lease_port)
+        await lease_channel.start()
+        self._lease_channel = lease_channel
+        connector.lease_port, connector.side_channel_port = lease_channel.port, self.core.side_channel_port
+        self.config = replace(self.config, lease_port=lease_channel.port)
+
     async def stop(self) -> None:
         """Ends like a killed process: requests break off, connections to it are refused, its memory is gone."""
         await self.core.aclose()
         if self._side_channel is not None:
             await self._side_channel.stop()
             self._side_channel = None
+        if self._lease_channel is not None:
+            await self._lease_channel.stop()
+            self._lease_channel = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

@@ -1,4 +1,4 @@
-"""Blocks that stay held after their request ended, until a peer has read them or time is up."""
+"""Blocks that stay held after their request ended, until a peer has read them or time is up: vLLM's own leases."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class LeaseTable:
         return iter(tuple(self._leases))
 
     @property
-    def pinned_blocks(self) -> int:
-        return len({block.id for lease in self._leases.values() for block in lease.blocks})
+    def block_ids(self) -> set[int]:
+        return {block.id for lease in self._leases.values() for block in lease.blocks}
 
     def add(self, request_id: str, blocks: Sequence[Block], deadline: float | None) -> None:
         self._leases[request_id] = Lease(blocks, deadline)

@@ -6,6 +6,7 @@ Names and labels are those of `v1/metrics/loggers.py` and of the NIXL connector'
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 BYTES_PER_TOKEN = 2048
@@ -51,7 +52,7 @@ class Metrics:
         prefix_caching: bool,
         plugin: bool,
     ) -> str:
-        page = _Page(model)
+        page = Page(model)
         page.gauge("num_requests_running", self.num_requests_running)
         page.gauge("num_requests_waiting", self.num_requests_waiting)
         reasons = {
@@ -102,30 +103,37 @@ class Metrics:
         return page.text
 
 
-class _Page:
-    def __init__(self, model: str) -> None:
+class Page:
+    """Prometheus text, with vLLM's two labels on every sample."""
+
+    def __init__(self, model: str, *, prefix: str = "vllm:") -> None:
         name = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         self._labels = f'engine="0",model_name="{name}"'
+        self._prefix = prefix
         self.text = ""
 
     def raw(self, text: str) -> None:
         self.text += text
 
     def gauge(self, name: str, value: float) -> None:
-        self.raw(f"# TYPE vllm:{name} gauge\nvllm:{name}{{{self._labels}}} {float(value)!r}\n")
+        name = self._prefix + name
+        self.raw(f"# TYPE {name} gauge\n{name}{{{self._labels}}} {float(value)!r}\n")
 
     def counter(self, name: str, value: float) -> None:
-        self.raw(f"# TYPE vllm:{name}_total counter\nvllm:{name}_total{{{self._labels}}} {float(value)!r}\n")
+        name = self._prefix + name
+        self.raw(f"# TYPE {name}_total counter\n{name}_total{{{self._labels}}} {float(value)!r}\n")
 
-    def family(self, name: str, kind: str, label: str, values: dict[str, int]) -> None:
-        self.raw(f"# TYPE vllm:{name} {kind}\n")
+    def family(self, name: str, kind: str, label: str, values: Mapping[str, int]) -> None:
+        name = self._prefix + name
+        self.raw(f"# TYPE {name} {kind}\n")
         for key, value in values.items():
-            self.raw(f'vllm:{name}{{{self._labels},{label}="{key}"}} {float(value)!r}\n')
+            self.raw(f'{name}{{{self._labels},{label}="{key}"}} {float(value)!r}\n')
 
     def histogram(self, name: str, total: float, count: int) -> None:
+        name = self._prefix + name
         self.raw(
-            f"# TYPE vllm:{name} histogram\n"
-            f'vllm:{name}_bucket{{{self._labels},le="+Inf"}} {float(count)!r}\n'
-            f"vllm:{name}_sum{{{self._labels}}} {float(total)!r}\n"
-            f"vllm:{name}_count{{{self._labels}}} {float(count)!r}\n"
+            f"# TYPE {name} histogram\n"
+            f'{name}_bucket{{{self._labels},le="+Inf"}} {float(count)!r}\n'
+            f"{name}_sum{{{self._labels}}} {float(total)!r}\n"
+            f"{name}_count{{{self._labels}}} {float(count)!r}\n"
         )

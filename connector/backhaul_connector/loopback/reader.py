@@ -25,6 +25,14 @@ class ExpiredError(KVLoadError):
     """The lease on the peer's blocks has ended or is about to."""
 
 
+class HoldEndedError(KVLoadError):
+    """The peer stopped holding the blocks before the read was finished."""
+
+
+def ignore_read(seq: Seq, ok: bool) -> None:
+    """For engines that nobody waits for."""
+
+
 class Reader:
     """Reads and notifications of one engine. What was begun goes on when its request is gone, until `aclose`."""
 
@@ -35,12 +43,15 @@ class Reader:
         faults: Faults,
         metrics: Metrics,
         release: Callable[[Sequence[Block]], None],
+        read_ended: Callable[[Seq, bool], None],
     ) -> None:
+        """`read_ended` hears of every read that had begun, and whether it gave the KV, after its request or before."""
         self._config = config
         self._clock = clock
         self._faults = faults
         self._metrics = metrics
         self._release = release
+        self._read_ended = read_ended
         self._background: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -64,7 +75,9 @@ class Reader:
 
     async def _read_whatever_happens(self, seq: Seq, external: int, source: Source) -> None:
         """A read that has begun is finished even if its request is aborted: the blocks are being written to."""
+        seq.reading = True
         reading = self._spawn(self._read(seq, external, source))
+        reading.add_done_callback(lambda task: self._read_ended(seq, not task.cancelled() and task.exception() is None))
         try:
             await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -92,10 +105,15 @@ class Reader:
                 self._check_expiry(source, peer.welcome.clock - now)
                 if peer.welcome.block_size != size:
                     raise KVLoadError(f"peer has blocks of {peer.welcome.block_size} tokens, not {size}")
-                found = await peer.read(source.request_id, transfer.align(local, source.block_ids))
                 if cost := external * self._config.costs.transfer_s:
                     await self._clock.sleep(cost)
+                found = await peer.read(source.request_id, transfer.align(local, source.block_ids))
                 await peer.notify(source.request_id)
+            seq.read_s = self._clock.now() - now
+            if seq.read_before is not None and self._clock.now() >= seq.read_before:
+                raise HoldEndedError(
+                    f"read of {source.request_id} took {seq.read_s} s, longer than its blocks were held"
+                )
         except ExpiredError:
             self._metrics.nixl_num_kv_expired_reqs += 1
             raise
@@ -104,7 +122,7 @@ class Reader:
             raise
         self._metrics.transfers += 1
         self._metrics.transferred_tokens += external
-        self._metrics.transfer_seconds += self._clock.now() - now
+        self._metrics.transfer_seconds += seq.read_s
         for index, (block, values) in enumerate(zip(local, found, strict=True), start=seq.num_local // size):
             wanted = min(size, end - index * size)
             block.load([*values[:wanted], *kv.garbage(block.id, wanted - len(values))])

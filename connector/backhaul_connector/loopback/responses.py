@@ -205,8 +205,9 @@ class Writer:
         if not self.call.include_usage:
             chunk["system_fingerprint"] = FINGERPRINT
         if self.plugin:
+            handle = choice.kv_transfer_params or {}
             own = {"version": PLUGIN_VERSION, "token_ids": choice.token_ids}
-            chunk["kv_transfer_params"] = (choice.kv_transfer_params or {}) | {"backhaul": own}
+            chunk["kv_transfer_params"] = handle | {"backhaul": handle.get("backhaul", {}) | own}
         return chunk
 
     def _head(self, choices: list[dict[str, Json]]) -> dict[str, Json]:

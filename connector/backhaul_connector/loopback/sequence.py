@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .blocks import Block, chain_digest
+from .reuse import Reuse
 from .script import Script
 from .template import Prompt
 from .transfer import Params
@@ -45,6 +46,13 @@ class Seq:
     """Prompt tokens that the prefix cache has only since this request."""
     tracked: bool = False
     """The connector knows the request; a lease of one that it does not know never ends."""
+    reading: bool = False
+    """A read has begun, which goes on even if the request does not."""
+    read_before: float | None = None
+    """When the peer stops holding the blocks, on this engine's clock: what was read later may be anyone's."""
+    read_s: float = 0.0
+    reuse: Reuse | None = None
+    """What Backhaul's connector knows of a request with parameters; unset on stock engines."""
 
     @property
     def num_prompt(self) -> int:

@@ -300,11 +300,13 @@ class Server:
             prefix_caching=self.config.prefix_caching,
             plugin=self.config.stream_handles == "plugin",
         )
+        if (connector := self.core.connector) is not None:
+            text += connector.exposition()
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
-        self.core.reap()
-        return web.json_response({"success": self.core.pool.reset_cache()})
+        reset_external = request.query.get("reset_external", "").lower() in ("1", "true", "on", "yes")
+        return web.json_response({"success": self.core.reset_cache(reset_external=reset_external)})
 
     def _check_model(self, model: str | None) -> None:
         if model and model != self.config.model:

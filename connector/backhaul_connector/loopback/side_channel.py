@@ -173,7 +173,7 @@ async def connect(host: str, port: int, engine_id: str) -> AsyncIterator[Peer]:
     where = f"side channel {host}:{port}"
     try:
         reader, writer = await asyncio.open_connection(host, port)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise KVLoadError(f"{where}: {error}") from error
     try:
         peer = Peer(reader, writer, where)
