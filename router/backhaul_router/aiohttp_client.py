@@ -188,8 +188,11 @@ class AiohttpStream:
 
     async def __anext__(self) -> bytes:
         try:
-            async with asyncio.timeout(self._silence_s):
+            if self._silence_s is None:
                 chunk = await self._response.content.readany()
+            else:
+                async with asyncio.timeout(self._silence_s):
+                    chunk = await self._response.content.readany()
         except TimeoutError:
             self.abort()
             raise EngineFailure(

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_up(commands)
     _add_serve(commands)
+    _add_doctor(commands)
     _add_demo(commands)
     _add_bench(commands)
     return parser
@@ -172,6 +173,71 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="try whether engines can exchange KV in both directions, and say what is unsafe",
+        epilog="Exit status: 0 all good, 1 works with warnings, 2 unsafe or unusable, 3 an engine does not answer; the highest "
+        "that applies. The engines' API key comes from BACKHAUL_ENGINE_API_KEY.",
+        allow_abbrev=False,
+    )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}", action="extend", nargs="+", required=True, metavar="URL", help="base URLs of the engines"
+        )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=_file_or_stdout,
+        help="write the diagnosis as JSON; - prints it instead of the table",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="limit of each request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kv-recompute-threshold",
+        type=int,
+        default=64,
+        metavar="TOKENS",
+        help="what the engines were started with (default: %(default)s)",
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    import asyncio
+    import json
+
+    from . import doctor
+    from .config import RouterConfig
+    from .serve_options import engine_api_key
+
+    try:
+        config = RouterConfig(
+            prefill=args.prefill,
+            decode=args.decode,
+            prefill_timeout_s=args.timeout,
+            kv_recompute_threshold=args.kv_recompute_threshold,
+            api_key=engine_api_key(),
+        )
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    diagnosis = asyncio.run(
+        doctor.diagnose(
+            config.prefill,
+            config.decode,
+            timeout_s=args.timeout,
+            threshold=config.kv_recompute_threshold,
+            api_key=config.api_key,
+        )
+    )
+    text = json.dumps(diagnosis.to_dict(), indent=2)
+    print(text if args.json == "-" else doctor.table(diagnosis))
+    if isinstance(args.json, Path):
+        args.json.write_text(text + "\n")
+    return int(diagnosis.severity)
+
+
 def _server_module(otherwise: str = "") -> ModuleType:
     try:
         from . import server
@@ -188,6 +254,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         allow_abbrev=False,
     )
     _add_engines(parser)
+    _add_connector(parser)
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the turns' reports")
     parser.set_defaults(run=_demo)
 
@@ -195,24 +262,36 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _demo(args: argparse.Namespace) -> int:
     with _installed("demo"):
         from backhaul import demo
-    options = demo.Options(engines=args.engines, model=args.model, python=args.python, json=args.json)
+    from backhaul_connector.launch import Connector
+
+    names = ("engines", "model", "python", "json")
+    options = demo.Options(connector=Connector(args.connector), **{name: getattr(args, name) for name in names})
     with _engine_trouble():
         return demo.main(options)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False)
-    parser = bench.add_subparsers(dest="bench", metavar="WHAT", required=True).add_parser(
+    kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    _add_bench_ttft(kinds)
+    _add_bench_overhead(kinds)
+    _add_bench_exact(kinds)
+    _add_bench_retokenise(kinds)
+
+
+def _add_bench_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
         "ttft",
         help="time to first token as a conversation grows: reuse off, warm, local",
         usage="%(prog)s [options] [-- vLLM flags for every engine]",
         allow_abbrev=False,
     )
     _add_engines(parser)
+    _add_connector(parser)
     parser.add_argument(
         "--setup", default="qwen3-32b", metavar="NAME", help="loopback: the cost model (default: %(default)s)"
     )
-    parser.add_argument("--prompt-tokens", type=_lengths, metavar="N,N,...", help="prompt lengths")
+    parser.add_argument("--prompt-tokens", type=_numbers, metavar="N,N,...", help="prompt lengths")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="what each turn adds to its history")
     parser.add_argument("--repeats", type=int, metavar="N")
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
@@ -223,11 +302,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _bench_ttft(args: argparse.Namespace) -> int:
     with _installed("bench"):
         from backhaul.bench import command
+    from backhaul_connector.launch import Connector
+
     options = command.Options(
         engines=args.engines,
         setup=args.setup,
         model=args.model,
         python=args.python,
+        connector=Connector(args.connector),
         vllm_args=tuple(args.passed_on),
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
@@ -240,6 +322,82 @@ def _bench_ttft(args: argparse.Namespace) -> int:
             return command.main(options)
         except command.OptionsError as error:
             raise CommandError(str(error)) from error
+
+
+def _add_bench_overhead(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "overhead",
+        help="what the router adds to a turn, embedded and served, over the engine calls that it makes",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--body-bytes", type=_numbers, metavar="N,N,...", help="(default: 2000,200000)")
+    parser.add_argument("--concurrency", type=_numbers, metavar="N,N,...", help="turns at a time (default: 1,32)")
+    parser.add_argument(
+        "--turns", type=int, metavar="N", help="for each figure; large bodies get a quarter (default: 200)"
+    )
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_overhead)
+
+
+def _bench_overhead(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import command, overhead
+    given = {name: getattr(args, name) for name in ("body_bytes", "concurrency", "turns", "json")}
+    options = command.OverheadOptions(**{name: value for name, value in given.items() if value is not None})
+    try:
+        return command.measure_overhead(options)
+    except (command.OptionsError, overhead.NotWarm, OSError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _add_bench_exact(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "exact",
+        help="random conversations, edited at random: does reuse ever change an answer",
+        epilog="Exit status: 1 if any answer was wrong.",
+        allow_abbrev=False,
+    )
+    _add_engines(parser)
+    parser.add_argument("--proof", choices=("tokens", "connector"), default="tokens", help="(default: %(default)s)")
+    parser.add_argument("--conversations", type=_count, default=1000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the counts, and wrong answers in full")
+    parser.set_defaults(run=_bench_exact)
+
+
+def _bench_exact(args: argparse.Namespace) -> int:
+    from backhaul.bench import exact
+
+    from .report import Proof
+
+    names = ("engines", "model", "python", "conversations", "seed", "json")
+    options = exact.Options(proof=Proof(args.proof), **{name: getattr(args, name) for name in names})
+    with _engine_trouble():
+        return exact.main(options)
+
+
+def _add_bench_retokenise(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "retokenise",
+        help="how often a model's own answer becomes other tokens when it is sent back (vLLM engines)",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="smollm2", metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
+    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
+    parser.add_argument(
+        "--conversations", type=_count, default=12, metavar="N", help="of six turns (default: %(default)s)"
+    )
+    parser.add_argument("--answer-tokens", type=_count, default=120, metavar="N", help="at most (default: %(default)s)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the answers that differ")
+    parser.set_defaults(run=_bench_retokenise)
+
+
+def _bench_retokenise(args: argparse.Namespace) -> int:
+    from backhaul.bench import retokenise
+
+    names = ("model", "python", "conversations", "answer_tokens", "json")
+    with _engine_trouble():
+        return retokenise.main(retokenise.Options(**{name: getattr(args, name) for name in names}))
 
 
 def _add_engines(parser: argparse.ArgumentParser) -> None:
@@ -255,6 +413,15 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", metavar="PATH", help="vllm: the Python that has it (default: this one)")
 
 
+def _add_connector(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--connector",
+        choices=("backhaul", "stock"),
+        default="backhaul",
+        help="what moves KV: backhaul's own, or vLLM's (default: %(default)s)",
+    )
+
+
 def _new_file(text: str) -> Path:
     """Refused before minutes of measuring, not after them."""
     path = Path(text)
@@ -263,7 +430,17 @@ def _new_file(text: str) -> Path:
     return path
 
 
-def _lengths(text: str) -> tuple[int, ...]:
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a number of 1 or more")
+    return int(text)
+
+
+def _file_or_stdout(text: str) -> Path | str:
+    return text if text == "-" else _new_file(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:

@@ -34,7 +34,10 @@ class RouterConfig:
     local_max_tokens: int = 64
     """A turn whose uncached suffix on D is at most this long runs there alone. 0 switches `local` off."""
     prefill_timeout_s: float = 120.0
-    """The prefill leg's hard limit, which also guards against engines that hang on a read."""
+    """The prefill leg's hard limit."""
+    check_pairs: bool = True
+    """Tries with a tiny exchange, before a conversation's history is first read that way, whether a stock prefill engine can
+    read from a decode engine: one without bi-directional mode hangs. Engines that run our connector say so instead."""
     decode_timeout_s: float = 600.0
     """Longest silence of the decode leg: until its first byte, and between two."""
     connect_timeout_s: float = 5.0

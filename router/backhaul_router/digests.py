@@ -10,22 +10,25 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 SIZE = 16
 """Bytes of one digest."""
 
+SPAN = 32
+"""Blocks of one span."""
 
-def _link(previous: bytes, part: bytes) -> bytes:
-    return blake2b(part, digest_size=SIZE, key=previous).digest()
+_BEFORE_ALL = bytes(SIZE)
+_PACKED = 4
 
 
 def chain(parts: Iterable[bytes], start: bytes = b"") -> bytes:
     """One digest per part, each chained to those before it, concatenated."""
     digests = []
-    last = start[-SIZE:]
+    last = start[-SIZE:] or _BEFORE_ALL
     for part in parts:
-        last = _link(last, part)
+        last = blake2b(last + part, digest_size=SIZE).digest()
         digests.append(last)
     return b"".join(digests)
 
@@ -35,13 +38,50 @@ def block_chain(token_ids: Sequence[int], block_size: int, start: bytes = b"") -
 
     `start` is the chain of the blocks before `token_ids`. Raises `OverflowError` for ids that are negative or beyond 32 bits.
     """
+    return _packed_chain(_pack(token_ids), block_size, start)
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
     words = array("I", token_ids)
     if sys.byteorder == "big":
         words.byteswap()
-    data = memoryview(words.tobytes())
-    step = block_size * 4
+    return words.tobytes()
+
+
+def _packed_chain(data: bytes, block_size: int, start: bytes) -> bytes:
+    step = block_size * _PACKED
     whole = len(data) // step * step
-    return chain((bytes(data[i : i + step]) for i in range(0, whole, step)), start)
+    return chain([data[i : i + step] for i in range(0, whole, step)], start)
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """The block chain of a sequence, and one over spans of `SPAN` blocks beside it: a fifth of the work, with which the
+    blocks of a known prefix need not be hashed again."""
+
+    blocks: bytes = b""
+    spans: bytes = b""
+
+
+def chains(token_ids: Sequence[int], block_size: int, known: Chains = Chains()) -> Chains:
+    """Both chains of `token_ids`. `known` are those of any other sequence in blocks of the same size: what the two have in
+    common, in whole spans, is taken from there. Raises `OverflowError` as `block_chain` does."""
+    data = _pack(token_ids)
+    spans = _packed_chain(data, block_size * SPAN, b"")
+    same = common(spans, known.spans) * SPAN
+    start = known.blocks[: same * SIZE]
+    return Chains(start + _packed_chain(data[same * block_size * _PACKED :], block_size, start), spans)
+
+
+def extended(before: Chains, token_ids: Sequence[int], more: Sequence[int], block_size: int) -> Chains:
+    """The chains of `token_ids` and `more` behind them, where `before` are those of `token_ids`."""
+    whole = count(before.spans) * SPAN
+    data = _pack((*token_ids[whole * block_size :], *more))
+    rest = data[(count(before.blocks) - whole) * block_size * _PACKED :]
+    return Chains(
+        before.blocks + _packed_chain(rest, block_size, before.blocks),
+        before.spans + _packed_chain(data, block_size * SPAN, before.spans),
+    )
 
 
 def count(digests: bytes) -> int:

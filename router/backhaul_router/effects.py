@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .engine_client import FailureKind
 from .errors import Leg
-from .fleet import Engine
+from .fleet import Engine, Holder
 from .ledger import Branch, Key, Taken
 from .report import Reason, ReuseReport
 
@@ -36,6 +36,15 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """Find out whether this P can read what that D holds, unless it is known."""
+
+    prefill: Engine
+    decode: str
+    """D's URL."""
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Send a body to the decode engine and read the head of its answer."""
 
@@ -50,12 +59,17 @@ class Read:
     """Read the next piece of the answer that `Open` began."""
 
 
-Need = Take | Call | Open | Read
+Need = Take | Check | Call | Open | Read
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
     taken: Taken
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The fleet knows by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +101,7 @@ class Failed:
     message: str
 
 
-Event = Took | Answered | Opened | Chunk | Ended | Failed
+Event = Took | Checked | Answered | Opened | Chunk | Ended | Failed
 
 
 # --- what is to be done on the way -------------------------------------------------------------------------------------
@@ -117,8 +131,16 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class EndLease:
+    """A lease on a decode engine that runs our connector, of which the turn has no use: it is told so by name."""
+
+    holder: Holder
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class GiveBack:
-    """The handle taken was not read: it goes back into the ledger."""
+    """The turn does not need the handle taken any more, and did not use it up: it goes back into the ledger."""
 
     key: Key
     taken: Taken
@@ -126,7 +148,7 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The handle taken is used up and the turn left no other."""
+    """The handle taken is used up or void, and the turn left no other."""
 
     key: Key
     taken: Taken
@@ -157,5 +179,5 @@ class Record:
     report: ReuseReport
 
 
-Action = Respond | Send | Release | GiveBack | Lost | Settle | DropEngine | Record
+Action = Respond | Send | Release | EndLease | GiveBack | Lost | Settle | DropEngine | Record
 Actions = tuple[Action, ...]

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import enum
 import itertools
+import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from .errors import ConfigError
+from .extension import Account
 from .report import ReuseReport
 from .wire import process_of
+
+log = logging.getLogger("backhaul")
 
 SUPPORTED = ((0, 32), (0, 33))
 """vLLM versions (major, minor) whose wire protocol is known: 0.32 is run in the tests, 0.33 was read."""
@@ -46,9 +51,33 @@ class Engine:
     """Answers `/v1/chat/completions/render` (`--enable-scale-out`)."""
     streams_handles: bool
     """Its streams carry the handle: our plugin is loaded, or vLLM does it by itself."""
+    connector: int | None = None
+    """Version of our connector, where it runs and the version is known here."""
+    at_start: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """The connector's token counters when the engine was asked (`connector_counters`)."""
+
+    @property
+    def hides_handles(self) -> bool:
+        """A streamed turn pins blocks there that nobody can release. One of ours retains nothing unless it is asked to."""
+        return not self.streams_handles and self.connector is None
 
     def __str__(self) -> str:
         return f"{self.role} engine {self.url}"
+
+
+class Holder(NamedTuple):
+    """A process that holds leases."""
+
+    decode: str
+    """The decode engine's URL."""
+    rank: str | None = None
+    """Its data-parallel rank, where it has several: each knows its own leases only."""
+
+    @classmethod
+    def of(cls, decode: str, engine_id: str) -> Holder:
+        """The process that made a handle, by the engine id in it."""
+        found = re.search(r"_dp(\d+)$", engine_id)
+        return cls(decode, found[1] if found else None)
 
 
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', re.MULTILINE)
@@ -63,6 +92,26 @@ def block_size_of(metrics: str) -> int | None:
 def has_plugin(metrics: str) -> bool:
     """Whether the engine's `/metrics` page says that our stream plugin is loaded."""
     return re.search(r'^backhaul_plugin_info\{version="1"\} 1', metrics, re.MULTILINE) is not None
+
+
+def connector_of(metrics: str) -> int | None:
+    """The version of our connector that the engine's `/metrics` page names, where it is one that this router speaks."""
+    return 1 if re.search(r'^backhaul_connector_info\{version="1"\} 1', metrics, re.MULTILINE) else None
+
+
+AUDITED = ("offered", "verified", "pulled")
+"""Token counts that both a router and its prefill engines keep."""
+_COUNTED = re.compile(
+    rf"^backhaul_({'|'.join(AUDITED)})_tokens_total(?:\{{[^}}]*\}})? ([0-9.e+]+)$", re.MULTILINE | re.IGNORECASE
+)
+
+
+def connector_counters(metrics: str) -> dict[str, int]:
+    """What the connector on this engine has counted since it started, over all data-parallel ranks."""
+    counted: Counter[str] = Counter(dict.fromkeys(AUDITED, 0))
+    for name, value in _COUNTED.findall(metrics):
+        counted[name] += int(float(value))
+    return dict(counted)
 
 
 class _Card(msgspec.Struct):
@@ -138,7 +187,11 @@ class Counters:
     unreachable_pins: int = 0
     """Streamed turns whose handle the engine kept to itself: D pins their blocks until the TTL."""
     proof_faults: int = 0
-    """An engine ran other ids than those it was sent; nothing of such a turn is kept."""
+    """An engine ran other ids than those it was sent, or did not check a handle; nothing of such a turn is kept."""
+    prompts_differed: int = 0
+    """A decode engine of ours computed a prompt by itself, because P's was another one."""
+    audit_alarms: int = 0
+    """What the router counted as reused is not what the engines counted."""
 
 
 class Fleet:
@@ -152,6 +205,13 @@ class Fleet:
         self._rates: dict[str, _Rate] = {}
         self.ignores_ids = False
         """An engine ran other ids than it was sent: token ids prove nothing in this fleet."""
+        self._undigested: frozenset[str] = frozenset()
+        self._unsafe: dict[tuple[str, str], str] = {}
+        self._safe: set[tuple[str, str]] = set()
+        self._to_release: dict[Holder, list[str]] = {}
+        self._ranks: dict[str, set[str | None]] = {}
+        self._accounts: dict[str, Counter[str]] = {}
+        self._unaccounted: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -179,15 +239,132 @@ class Fleet:
     def get(self, url: str | None) -> Engine | None:
         return self._by_url.get(url) if url else None
 
-    def pick(self, role: Role, preferred: str | None = None, without: Iterable[str] = ()) -> Engine | None:
-        """The preferred engine where it may be used, else the least busy; `None` when all are excluded."""
+    def pick(
+        self, role: Role, preferred: str | None = None, without: Iterable[str] = (), *, verifying: bool = False
+    ) -> Engine | None:
+        """The preferred engine where it may be used, else the least busy; `None` when all are excluded. With `verifying`,
+        engines that check a handle by its digests go before others, after the preferred one."""
         excluded = set(without)
         engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
         for engine in engines:
             if engine.url == preferred:
                 return engine
         with self._lock:
-            return min(engines, key=lambda engine: self._in_flight[engine.url], default=None)
+
+            def burden(engine: Engine) -> tuple[bool, int]:
+                return verifying and not self.verifies(engine), self._in_flight[engine.url]
+
+            return min(engines, key=burden, default=None)
+
+    # --- engines that run our connector
+
+    def verifies(self, engine: Engine) -> bool:
+        """Whether the engine's connector compares digests: P those of its prompt, D those that it publishes."""
+        return engine.connector is not None and engine.url not in self._undigested
+
+    def note_no_digests(self, engine: Engine) -> None:
+        """The engine runs our connector and publishes no digests: its model's or its configuration's KV has none."""
+        with self._lock:
+            self._undigested |= {engine.url}
+
+    def note_unverified(self, prefill: Engine) -> None:
+        """The engine read a handle without checking it: it does not run our connector any more."""
+        log.error(
+            "%s read a handle without checking it: it was restarted without our connector. The turn was given to the decode "
+            "engine; restart that prefill engine once more, or reset its prefix cache, which may hold KV of other tokens.",
+            prefill,
+        )
+        with self._lock:
+            self._undigested |= {prefill.url}
+            self.counters.proof_faults += 1
+
+    def release_later(self, holder: Holder, leases: Iterable[str]) -> None:
+        """Leases on a decode engine of ours that nobody needs any more. What is sent to it next takes them along."""
+        with self._lock:
+            self._to_release.setdefault(holder, []).extend(leases)
+
+    def to_release(self, holder: Holder, at_most: int = 10_000) -> tuple[str, ...]:
+        """Takes leases that are due; they are then in the caller's hands, to be sent or put back."""
+        if not self._to_release:
+            return ()
+        with self._lock:
+            due = self._to_release.pop(holder, [])
+            if due[at_most:]:
+                self._to_release[holder] = due[at_most:]
+            return tuple(due[:at_most])
+
+    @property
+    def releasing(self) -> tuple[Holder, ...]:
+        """Who holds leases that are due."""
+        with self._lock:
+            return tuple(self._to_release)
+
+    def holders(self, decode: Engine) -> tuple[Holder, ...]:
+        """The processes of a decode engine that hold leases: its data-parallel ranks, as far as they have been seen."""
+        with self._lock:
+            return tuple(Holder(decode.url, rank) for rank in sorted(self._ranks.get(decode.url, {None}), key=str))
+
+    def note_account(self, engine: Engine, account: Account) -> None:
+        """Adds up what a prefill engine says it did, for `Router.audit`."""
+        with self._lock:
+            counted = self._accounts.setdefault(engine.url, Counter())
+            for name in AUDITED:
+                counted[name] += getattr(account, name) or 0
+
+    def note_unaccounted(self, engine: Engine) -> None:
+        """A prefill of ours ended without an account."""
+        with self._lock:
+            self._unaccounted[engine.url] += 1
+
+    def unaccounted(self, engine: Engine) -> int:
+        return self._unaccounted[engine.url]
+
+    def accounted(self, engine: Engine) -> Mapping[str, int]:
+        """What the engine's accounts add up to."""
+        with self._lock:
+            return dict(self._accounts.get(engine.url, {}))
+
+    def busy(self, engine: Engine) -> int:
+        """Calls in flight."""
+        return self._in_flight[engine.url]
+
+    def count_prompt_differed(self) -> None:
+        with self._lock:
+            self.counters.prompts_differed += 1
+
+    def count_alarm(self) -> None:
+        with self._lock:
+            self.counters.audit_alarms += 1
+
+    # --- which P can read from which D
+
+    def is_checked(self, prefill: str, decode: str) -> bool:
+        """Whether it is known if P can read from D. A P of ours needs no check: it answers where a stock one hangs."""
+        engine = self._by_url.get(prefill)
+        ours = engine is not None and engine.connector is not None
+        return ours or (prefill, decode) in self._safe or (prefill, decode) in self._unsafe
+
+    def unsafe_for(self, decode: str) -> frozenset[str]:
+        """Prefill engines that cannot read from this decode engine."""
+        return frozenset(p for p, d in tuple(self._unsafe) if d == decode)
+
+    def note_pair(self, prefill: str, decode: str, why_unsafe: str | None) -> None:
+        """What an exchange between the two has shown."""
+        with self._lock:
+            if why_unsafe is None:
+                self._unsafe.pop((prefill, decode), None)
+                self._safe.add((prefill, decode))
+            else:
+                self._safe.discard((prefill, decode))
+                self._unsafe[prefill, decode] = why_unsafe
+
+    @property
+    def unsafe_pairs(self) -> dict[tuple[str, str], str]:
+        """(P, D) and why."""
+        with self._lock:
+            return dict(self._unsafe)
+
+    # --- load and what is learned
 
     def begin(self, engine: Engine) -> None:
         with self._lock:
@@ -204,6 +381,8 @@ class Fleet:
         with self._lock:
             before = self._engine_ids.get(engine.url)
             self._engine_ids[engine.url] = base
+            if (rank := Holder.of(engine.url, engine_id).rank) is not None:
+                self._ranks.setdefault(engine.url, set()).add(rank)
         return before if before is not None and before != base else None
 
     def made_by_current(self, decode: str, engine_id: str) -> bool:
@@ -243,7 +422,7 @@ class Fleet:
         with self._lock:
             self.counters.unreachable_pins += 1
 
-    def count_release(self, *, failed: bool) -> None:
+    def count_release(self, number: int = 1, *, failed: bool) -> None:
         with self._lock:
-            self.counters.releases += 1
-            self.counters.failed_releases += failed
+            self.counters.releases += number
+            self.counters.failed_releases += number * failed

@@ -1,8 +1,10 @@
 """The map from conversation to handles.
 
 Invariants, whatever the interleaving of turns:
-- a handle leaves the ledger by `take` and is in nobody else's hands until it is given back: it is used at most once;
-- every handle that the ledger drops (superseded, expired, evicted, ended, flushed) is returned, to be released;
+- a stock engine's handle leaves the ledger by `take` and is in nobody else's hands until it is given back: it is used at
+  most once. A shared one stays and can be taken by several turns, each of which says when it is done;
+- every handle that the ledger drops (superseded, expired, evicted, ended, flushed) is returned, to be released, once: at once,
+  or a shared one when the last turn that has taken it is done;
 - a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations, none of
   them silent for longer than `max_idle_s`.
 
@@ -15,8 +17,8 @@ import dataclasses
 import heapq
 import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +50,21 @@ class Held:
     tokens: int
     """Leading tokens of the branch's record whose KV the engine holds."""
 
+    @property
+    def leased(self) -> bool:
+        """The engine runs our connector, and knows its leases by name."""
+        return self.handle.lease is not None
+
+    @property
+    def shared(self) -> bool:
+        """Reading does not use it up."""
+        return self.handle.lease is not None and self.handle.lease.shared
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """What tells it from all others."""
+        return self.decode, self.handle.request_id
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -67,6 +84,10 @@ class Branch:
     held: Held | None
     missing: Reason | None = None
     """Why `held` is `None`."""
+    spans: bytes = b""
+    """Digests of the same tokens as in `blocks`, in whole spans, by which a later turn's are found sooner."""
+    prompt_tokens: int = 0
+    """Those of `tokens` that were the prompt; 0 where they were not counted."""
     number: int = field(default_factory=_numbers.__next__)
     """Tells branches apart."""
 
@@ -121,6 +142,9 @@ class MemoryLedger:
         self._keys: dict[tuple[str, str], set[Key]] = {}
         self._deadlines: list[tuple[float, Key, str]] = []
         self._generations = itertools.count(1)
+        self._takers: Counter[tuple[str, str]] = Counter()
+        self._left: dict[tuple[str, str], Held] = {}
+        """Shared handles that are no longer on file, and that running turns have taken."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -135,10 +159,11 @@ class MemoryLedger:
             return tuple(held for c in self._conversations.values() for held in _handles(c.branches))
 
     def take(self, key: Key, chain: bytes, now: float, usable: Callable[[Held], Reason | None]) -> Taken:
-        """The branch of `key` with the longest common history, and its handle, then in the caller's hands alone.
+        """The branch of `key` with the longest common history, and its handle, then in the caller's hands alone unless it is
+        shared.
 
-        `usable` says why a handle cannot be used (its engine restarted), or `None`. The caller ends with `settle`,
-        `give_back` or `lost`.
+        `usable` says why a handle cannot be used (its engine restarted), or `None`. The caller ends with exactly one of
+        `settle`, `give_back` and `lost`; after `give_back` it may settle a record with `held=None` in its `taken`.
         """
         with self._lock:
             conversation, evicted = self._open(key, now)
@@ -153,25 +178,36 @@ class MemoryLedger:
                 reason = branch.missing or Reason.NO_HANDLE
                 return Taken(generation, turn, branch, None, reason, shared[best], evicted)
             unusable = Reason.EXPIRED if now >= branch.held.deadline else usable(branch.held)
-            conversation.branches[best] = dataclasses.replace(branch, held=None, missing=unusable or Reason.IN_USE)
+            if unusable is not None or not branch.held.shared:
+                conversation.branches[best] = dataclasses.replace(branch, held=None, missing=unusable or Reason.IN_USE)
             if unusable is not None:
-                return Taken(generation, turn, branch, None, unusable, shared[best], (*evicted, branch.held))
+                drop = evicted + self._free([branch.held])
+                return Taken(generation, turn, branch, None, unusable, shared[best], drop)
+            if branch.held.shared:
+                self._takers[branch.held.name] += 1
             return Taken(generation, turn, branch, branch.held, None, shared[best], evicted)
 
     def give_back(self, key: Key, taken: Taken) -> tuple[Held, ...]:
-        """Puts back a handle that was not read. Returns it, to be released, when its branch is gone by now."""
+        """The turn is done with the handle and did not use it up. Returns it, to be released, when its branch is gone by now
+        and nobody else has it."""
         if taken.held is None:
             return ()
         with self._lock:
+            if taken.held.shared:
+                return self._done(taken.held)
             if self._replace(key, taken, held=taken.held, missing=None):
                 self._watch(key, taken.held)  # its deadline may have passed meanwhile
                 return ()
             return (taken.held,)
 
-    def lost(self, key: Key, taken: Taken, reason: Reason) -> None:
-        """Notes that the handle taken was used up by a turn that left no other."""
+    def lost(self, key: Key, taken: Taken, reason: Reason) -> tuple[Held, ...]:
+        """Notes that the handle taken was used up or is void, by a turn that left no other. Returns what to release."""
         with self._lock:
-            self._replace(key, taken, held=None, missing=reason)
+            if taken.held is None or not taken.held.shared:
+                self._replace(key, taken, held=None, missing=reason)
+                return ()
+            name = taken.held.name
+            return self._drop(key, lambda held: held.name == name, reason) + self._done(taken.held)
 
     def settle(self, key: Key, taken: Taken, branch: Branch, now: float) -> tuple[Held, ...]:
         """Files what a turn left. Returns the handles to release: those that this one supersedes or pushes out, and its
@@ -180,21 +216,26 @@ class MemoryLedger:
         A history that shares its first message with a branch replaces it, as an extension, a retry or an edit does. One
         that shares nothing is another agent's under the same id, and stands beside it."""
         with self._lock:
+            done = taken.held if taken.held is not None and taken.held.shared else None
             conversation = self._conversations.get(key)
             if conversation is None or conversation.generation != taken.generation:
-                return _handles([branch])
+                return self._free(_handles([branch])) + self._done(done)
             conversation.seen = now
             self._conversations.move_to_end(key)
-            drop: tuple[Held, ...] = ()
+            if branch.held is not None and branch.held.name in self._left:  # dropped while the turn ran
+                branch = dataclasses.replace(branch, held=None, missing=Reason.NO_HANDLE)
+            replaced: list[Branch] = []
             index = self._index(conversation, taken.branch)
             if index is not None and taken.related:
-                drop = _handles([conversation.branches.pop(index)])
+                replaced.append(conversation.branches.pop(index))
             conversation.branches.append(branch)
             if branch.held is not None:
                 self._watch(key, branch.held)
             if len(conversation.branches) > self._max_branches:
-                drop += _handles([conversation.branches.pop(0)])
-            return drop
+                replaced.append(conversation.branches.pop(0))
+            kept = {held.name for held in _handles(conversation.branches)}
+            drop = self._free(held for held in _handles(replaced) if held.name not in kept)
+            return drop + self._done(done)
 
     def forget(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
         """Ends a conversation, under every model and salt. Returns the handles to release; a turn that is still running
@@ -202,6 +243,23 @@ class MemoryLedger:
         with self._lock:
             keys = tuple(self._keys.get((tenant, conversation), ()))
             return tuple(held for key in keys for held in self._close(key))
+
+    def held_for(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
+        """A conversation's handles, under every model and salt."""
+        with self._lock:
+            keys = self._keys.get((tenant, conversation), ())
+            return tuple(held for key in keys for held in _handles(self._conversations[key].branches))
+
+    def renewed(self, conversation: str, deadlines: Mapping[tuple[str, str], float], tenant: str = "") -> None:
+        """Notes new deadlines, by `Held.name`."""
+        with self._lock:
+            for key in self._keys.get((tenant, conversation), ()):
+                branches = self._conversations[key].branches
+                for index, branch in enumerate(branches):
+                    if branch.held is not None and (deadline := deadlines.get(branch.held.name)) is not None:
+                        held = dataclasses.replace(branch.held, deadline=deadline)
+                        branches[index] = dataclasses.replace(branch, held=held)
+                        self._watch(key, held)
 
     def sweep(self, now: float) -> tuple[Held, ...]:
         """Forgets silent conversations and drops handles past their deadline. Returns the handles to release."""
@@ -214,7 +272,11 @@ class MemoryLedger:
                 drop += self._close(key)
             while self._deadlines and self._deadlines[0][0] <= now:
                 _, key, request_id = heapq.heappop(self._deadlines)
-                drop += self._drop(key, lambda held: held.handle.request_id == request_id, Reason.EXPIRED)  # noqa: B023
+                drop += self._drop(
+                    key,
+                    lambda held: held.handle.request_id == request_id and held.deadline <= now,  # noqa: B023
+                    Reason.EXPIRED,
+                )
         return drop
 
     def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
@@ -240,7 +302,29 @@ class MemoryLedger:
             if conversation is not None and branch.held is not None and condition(branch.held):
                 conversation.branches[index] = dataclasses.replace(branch, held=None, missing=reason)
                 dropped.append(branch.held)
-        return tuple(dropped)
+        return self._free(dropped)
+
+    def _free(self, dropped: Iterable[Held]) -> tuple[Held, ...]:
+        """Of handles that are no longer on file those that can be released now; the others wait for the turns that have
+        taken them."""
+        free = []
+        for held in dropped:
+            if self._takers.get(held.name):
+                self._left[held.name] = held
+            else:
+                free.append(held)
+        return tuple(free)
+
+    def _done(self, held: Held | None) -> tuple[Held, ...]:
+        """A turn does not need a shared handle any more."""
+        if held is None:
+            return ()
+        self._takers[held.name] -= 1
+        if self._takers[held.name] > 0:
+            return ()
+        del self._takers[held.name]
+        left = self._left.pop(held.name, None)
+        return () if left is None else (left,)
 
     def _watch(self, key: Key, held: Held) -> None:
         heapq.heappush(self._deadlines, (held.deadline, key, held.handle.request_id))
@@ -262,7 +346,7 @@ class MemoryLedger:
         self._keys[name].discard(key)
         if not self._keys[name]:
             del self._keys[name]
-        return _handles(self._conversations.pop(key).branches)
+        return self._free(_handles(self._conversations.pop(key).branches))
 
     def _replace(self, key: Key, taken: Taken, *, held: Held | None, missing: Reason | None) -> bool:
         conversation = self._conversations.get(key)

@@ -8,21 +8,28 @@ import msgspec
 
 from .engine_client import EngineAnswer, EngineCall, EngineClient, EngineFailure
 from .errors import ConfigError
-from .fleet import Engine, Role, block_size_of, check_version, has_plugin, read_models
-
-_TIMEOUT_S = 30.0
+from .fleet import (
+    Engine,
+    Role,
+    block_size_of,
+    check_version,
+    connector_counters,
+    connector_of,
+    has_plugin,
+    read_models,
+)
 
 
 class Unreachable(Exception):
     """An engine does not answer; the message says how."""
 
 
-async def describe(client: EngineClient, url: str, role: Role) -> Engine:
+async def describe(client: EngineClient, url: str, role: Role, timeout_s: float = 30.0) -> Engine:
     """Asks one engine. Raises `Unreachable`, or `ConfigError` for one that answers and cannot be used."""
     try:
         version, models, metrics = await asyncio.gather(
             *(
-                client.call(EngineCall(url + path, timeout_s=_TIMEOUT_S))
+                client.call(EngineCall(url + path, timeout_s=timeout_s))
                 for path in ("/version", "/v1/models", "/metrics")
             )
         )
@@ -47,8 +54,10 @@ async def describe(client: EngineClient, url: str, role: Role) -> Engine:
         adapters=adapters,
         block_size=block_size_of(page),
         max_model_len=max_model_len,
-        renders=await _renders(client, url, names[0]),
+        renders=await _renders(client, url, names[0], timeout_s),
         streams_handles=has_plugin(page),
+        connector=connector_of(page),
+        at_start=connector_counters(page) if connector_of(page) else {},
     )
 
 
@@ -61,11 +70,11 @@ def _check(url: str, answer: EngineAnswer) -> None:
         raise ConfigError(f"{url} answers {answer.status}: is this the base URL of a vLLM engine?")
 
 
-async def _renders(client: EngineClient, url: str, model: str) -> bool:
+async def _renders(client: EngineClient, url: str, model: str, timeout_s: float) -> bool:
     """Whether the engine renders for others: 403 or 404 without `--enable-scale-out`."""
     body = msgspec.json.encode({"model": model, "prompt": "a", "max_tokens": 1})
     try:
-        answer = await client.call(EngineCall(url + "/v1/completions/render", body, timeout_s=_TIMEOUT_S))
+        answer = await client.call(EngineCall(url + "/v1/completions/render", body, timeout_s=timeout_s))
     except EngineFailure as failure:
         raise Unreachable(failure.message) from None
     return answer.status == 200

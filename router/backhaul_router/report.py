@@ -24,6 +24,9 @@ class Proof(enum.StrEnum):
 
     TOKENS = "tokens"
     """The router compared chained digests of token ids, and sent the very ids that it compared."""
+    CONNECTOR = "connector"
+    """The prefill engine compared the handle's block digests with its own prompt's, and the decode engine confirmed the full
+    hash of what was about to be read."""
     ENGINE = "engine"
     """The engine's own prefix cache, which is keyed by content; nothing was read from another engine."""
 
@@ -38,7 +41,7 @@ class Reason(enum.StrEnum):
     NO_HANDLE = "no_handle"
     """The last turn left no handle: it ended by a stop string, was aborted, ran `local`, or its stream hid it."""
     IN_USE = "in_use"
-    """Another turn of this conversation holds the handle; a handle is read at most once."""
+    """Another turn of this conversation holds the handle; on stock engines a handle is read at most once."""
     EXPIRED = "expired"
     """The lease on the decode engine's blocks has ended, or is about to."""
     DIVERGED = "diverged"
@@ -52,7 +55,10 @@ class Reason(enum.StrEnum):
     DECODE_FAILED = "decode_failed"
     """The decode engine failed before its first byte; the turn was run again on another, without the handle."""
     NO_PROOF = "no_proof"
-    """Nothing can show that the handle's tokens are the prompt's: images, adapters, fields the renderer ignores."""
+    """Nothing can show that the handle's tokens are the prompt's: on stock engines images, adapters, fields the renderer
+    ignores."""
+    UNSAFE_PAIR = "unsafe_pair"
+    """This prefill engine cannot read from that decode engine: it was tried, and `backhaul doctor` says how it failed."""
     MULTIPLE_CHOICES = "multiple_choices"
     """`n`, `best_of` or beam search ask for several sequences, and a handle serves one."""
     REUSE_OFF = "reuse_off"
@@ -64,8 +70,9 @@ class Reason(enum.StrEnum):
 class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one turn reused. Counts are tokens, times are milliseconds; `None` means not known, never zero.
 
-    On stock engines P reports only the sum of what it found in its own prefix cache and what it read
-    (`cached`), so the split (`local`, `pulled`) and what D found in its own cache (`decode_cached`) are `None`.
+    Engines that run our connector give an account of each request, and what is here is their word. A stock P reports only
+    the sum of what it found in its own prefix cache and what it read (`cached`), so there `verified`, `local`, `pulled` and
+    the times of the read are `None`, as is what a stock D found in its own cache (`decode_cached`).
     """
 
     conversation: str | None
@@ -85,13 +92,18 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int | None = None
     """Tokens of the prompt."""
     offered: int = 0
-    """Tokens whose KV was offered to P for reading: proven, whole blocks."""
+    """Tokens whose KV was offered to P for reading, in whole blocks: proven ones by token ids, with the connector all that the
+    handle covers."""
+    verified: int | None = None
+    """Tokens of those that P found to be this prompt's."""
     cached: int | None = None
     """Tokens that the engine that prefilled (P; D when `local`) found cached or read."""
     local: int | None = None
     """Tokens that P found in its own prefix cache."""
     pulled: int | None = None
     """Tokens whose KV P read from D."""
+    read_bytes: int | None = None
+    """Bytes of that KV."""
     decode_cached: int | None = None
     """Tokens that D found in its own prefix cache."""
     computed: int | None = None
@@ -100,6 +112,10 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the answer."""
     render_ms: float | None = None
     prefill_ms: float | None = None
+    claim_ms: float | None = None
+    """Of `prefill_ms`: until D had confirmed what P was about to read."""
+    read_ms: float | None = None
+    """Of `prefill_ms`: reading it."""
     first_byte_ms: float | None = None
     """From the request's arrival to the first byte of the answer's body."""
     total_ms: float = 0.0

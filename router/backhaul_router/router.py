@@ -14,14 +14,18 @@ from urllib.parse import unquote
 
 from . import wire
 from .aiohttp_client import AiohttpClient
+from .audit import AuditLine, compare
 from .config import RouterConfig
 from .effects import (
     Action,
     Answered,
     Call,
+    Check,
+    Checked,
     Chunk,
     DropEngine,
     Ended,
+    EndLease,
     Event,
     Failed,
     GiveBack,
@@ -43,7 +47,9 @@ from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
 from .errors import ConfigError, error_body, error_event
 from .fleet import Engine, Fleet, Role, check_fit
 from .identity import IdentityError, identify
-from .ledger import Held, MemoryLedger
+from .leases import EngineLeases, LeaseError, Leases
+from .ledger import Branch, Held, MemoryLedger
+from .pairs import PairChecks
 from .probe import Unreachable, describe
 from .report import Reason, ReuseReport, Route
 from .scope import ConversationScope
@@ -52,10 +58,10 @@ from .turn import Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
 
-_RELEASE_TIMEOUT_S = 5.0
 _PROBE_AGAIN_S = 10.0
 _LAST_LOOK_S = 0.01
 _FORWARDED_HEADERS = ("traceparent", "tracestate")
+_TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
 _GET = ("/v1/models", "/health", "/version")
 _POST = (
     "/v1/responses",
@@ -134,10 +140,11 @@ class Router:
         )
         self._on_report = on_report
         self._fleet: Fleet | None = None
+        self._leases: Leases | None = None
+        self._pairs: PairChecks | None = None
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
         self._background: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"<Router {self._fleet or 'not connected'}, {self.ledger}>"
@@ -178,6 +185,8 @@ class Router:
                 )
         if self._fleet is None:
             self._fleet = Fleet(found)
+            self._leases = Leases(self.client, self._fleet, self._spawn)
+            self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
             self._absent = {url: wanted[url] for url in absent}
             self._probed = self.clock()
 
@@ -211,10 +220,9 @@ class Router:
         """Runs one request. Returns when the reply's head is known. Errors that a client should see are replies;
         `ConfigError` is raised."""
         path = request.path.partition("?")[0]
-        known = {str(endpoint): endpoint for endpoint in wire.Endpoint}
-        endpoint = known.get(path) if request.method == "POST" else None
+        endpoint = _TURNS.get(path) if request.method == "POST" else None
         if endpoint is None and not self._passes(request.method, path):
-            served = ", ".join((*known, *_POST))
+            served = ", ".join((*_TURNS, *_POST))
             return _error(404, f"{request.method} {path} is not served here; POST {served}", code="not_found")
         if len(request.body) > self.config.max_body_bytes:
             return _error(
@@ -235,7 +243,9 @@ class Router:
             return _error(400, str(error), code="conflicting_ids", param=error.param)
         await self.connect()
         now = self.clock()
-        self._release_all(self.ledger.sweep(now))
+        self._end(self.ledger.sweep(now))
+        if self.pairs.due(now):
+            self._spawn(self.pairs.check_unsafe_again())
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route)
         run = _Run(
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
@@ -252,9 +262,9 @@ class Router:
     @staticmethod
     def _engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
         """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
-        plain = {name: value for name, value in headers.items() if value.isascii() and value.isprintable()}
-        out = {name: plain[name] for name in _FORWARDED_HEADERS if name in plain}
-        request_id = plain.get("x-request-id", "")
+        wanted = ((name, headers[name]) for name in (*_FORWARDED_HEADERS, "x-request-id") if name in headers)
+        out = {name: value for name, value in wanted if value.isascii() and value.isprintable()}
+        request_id = out.get("x-request-id", "")
         out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else uuid.uuid4().hex
         if conversation and conversation.isascii():
             out["x-session-id"] = conversation
@@ -286,68 +296,101 @@ class Router:
 
     async def end_conversation(self, conversation: str) -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
-        await self._release_now(self.ledger.forget(conversation))
+        await self._end_now(self.ledger.forget(conversation))
 
     async def flush(self) -> None:
-        """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Turns that are
-        running now are not covered: pause them first."""
-        await self._release_now(self.ledger.flush())
+        """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
+        run our connector end all of their leases, other routers' too. Turns that are running now are not covered: pause them
+        first.
+
+        Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
+        dropped = self.ledger.flush()
+        if self._leases is None:
+            return
+        await self._leases.end_now(held for held in dropped if not held.leased)
+        try:
+            await self._leases.flush()
+        except LeaseError:
+            self._leases.end((held for held in dropped if held.leased), ride=True)
+            raise
+
+    async def renew(self, conversation: str, ttl_s: float | None = None) -> float | None:
+        """Has the engines keep what they hold for a conversation for another `ttl_s` seconds (`decoder_kv_blocks_ttl` where it
+        is not given). Returns for how many seconds it can be used at least; `None` where there is nothing to renew, as with
+        stock engines, whose leases cannot be. Raises `LeaseError`."""
+        held = [one for one in self.ledger.held_for(conversation) if one.leased]
+        if not held:
+            return None
+        renewed = await self.leases_kept.renew(held, ttl_s or self.config.decoder_kv_blocks_ttl)
+        now = self.clock()
+        usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewed.items()}
+        # What the engine does not know any more has expired.
+        self.ledger.renewed(conversation, {one.name: now + usable.get(one.name, 0.0) for one in held})
+        return min(usable.values(), default=None)
+
+    async def leases(self) -> tuple[EngineLeases, ...]:
+        """What the decode engines that run our connector hold, for whomever."""
+        await self.connect()
+        return await self.leases_kept.listing()
+
+    async def audit(self, tolerance: float = 0.01) -> tuple[AuditLine, ...]:
+        """Compares what the prefill engines of ours have told this router with what they count themselves, since it connected.
+        A difference above `tolerance`, as a fraction of the larger, is logged and counted as an alarm: reuse that the router
+        believes in did not happen, or somebody else uses the engines too."""
+        await self.connect()
+        lines = await compare(self.client, self.fleet, tolerance)
+        for line in lines:
+            if line.alarm:
+                log.warning("audit: %s", line)
+                self.fleet.count_alarm()
+        return lines
 
     async def settled(self) -> None:
         """Returns when the releases that this event loop has begun are done."""
+        if self._leases is not None:
+            self._leases.hurry()
         loop = asyncio.get_running_loop()
         while tasks := [task for task in tuple(self._background) if task.get_loop() is loop]:
             await asyncio.wait(tasks)
 
     async def aclose(self) -> None:
-        """Releases every handle and closes the connections."""
-        if self._fleet is not None:
-            await self.flush()
+        """Releases every handle of this router and closes the connections."""
+        if self._leases is not None:
+            self.pairs.cancel()
+            await self._end_now(self.ledger.flush())
             await self.settled()
-        self._closed = True
+            self._leases.closed = True
         await self.client.aclose()
 
-    # --- releases
+    # --- releases and checks
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    @property
+    def leases_kept(self) -> Leases:
+        """Raises `RuntimeError` before `connect`."""
+        if self._leases is None:
+            raise RuntimeError("the router has not asked its engines yet: await connect() first")
+        return self._leases
+
+    @property
+    def pairs(self) -> PairChecks:
+        """Raises `RuntimeError` before `connect`."""
+        if self._pairs is None:
+            raise RuntimeError("the router has not asked its engines yet: await connect() first")
+        return self._pairs
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
-    def _release_all(self, dropped: Iterable[Held]) -> None:
-        for release in self._releases(dropped):
-            self._spawn(self._release(release))
+    def _end(self, dropped: Iterable[Held], *, ride: bool = False) -> None:
+        if dropped := tuple(dropped):
+            self.leases_kept.end(dropped, ride=ride)
 
-    async def _release_now(self, dropped: Iterable[Held]) -> None:
-        await asyncio.gather(*(self._release(release) for release in self._releases(dropped)))
-
-    def _releases(self, dropped: Iterable[Held]) -> list[Release]:
-        dropped = tuple(dropped)
-        via = self.fleet.pick(Role.PREFILL) if dropped else None
-        return [Release(held.handle.params, via) for held in dropped] if via else []
-
-    async def _release(self, release: Release) -> None:
-        """By way of another engine where the first one cannot."""
-        another = self.fleet.pick(release.via.role, None, {release.via.url})
-        why = await self._release_via(release.via, release.params)
-        if why is not None and another is not None:
-            why = await self._release_via(another, release.params)
-        self.fleet.count_release(failed=why is not None)
-        if why is not None:
-            log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", why)
-
-    async def _release_via(self, engine: Engine, params: bytes) -> str | None:
-        """Why it failed, or `None`."""
-        if self._closed:  # a turn was still running
-            return "the router is closed"
-        url = f"{engine.url}{wire.Endpoint.COMPLETIONS}"
-        call = EngineCall(url, wire.release_body(params), timeout_s=_RELEASE_TIMEOUT_S)
-        try:
-            answer = await self.client.call(call)
-        except EngineFailure as failure:
-            return failure.message
-        # The request is made to be rejected; that is what makes the engine notify the holder of the blocks.
-        return None if answer.status in (400, 404) else f"{engine} answered {answer.status}"
+    async def _end_now(self, dropped: Iterable[Held]) -> None:
+        if dropped := tuple(dropped):
+            await self.leases_kept.end_now(dropped)
 
     # --- what a run performs
 
@@ -355,13 +398,16 @@ class Router:
         """Everything but the client's answer."""
         match action:
             case Release():
-                self._spawn(self._release(action))
+                self._spawn(self.leases_kept.release(action))
+            case EndLease():
+                self.leases_kept.end_one(action)
             case GiveBack(key, taken):
-                self._release_all(self.ledger.give_back(key, taken))
+                self._end(self.ledger.give_back(key, taken))
             case Lost(key, taken, reason):
-                self.ledger.lost(key, taken, reason)
+                self._end(self.ledger.lost(key, taken, reason))
             case Settle(key, taken, branch):
-                self._release_all(self.ledger.settle(key, taken, branch, self.clock()))
+                self._end(self.ledger.settle(key, taken, branch, self.clock()), ride=True)
+                self._check_before_it_is_needed(branch)
             case DropEngine(decode, engine_id):
                 dropped = self.ledger.drop_engine(decode, engine_id)
                 log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
@@ -373,6 +419,12 @@ class Router:
                 raise AssertionError("the client's answer is the run's own")
             case _:
                 assert_never(action)
+
+    def _check_before_it_is_needed(self, branch: Branch) -> None:
+        """The next turn will read from this D by way of the same P, if it can: found out while the agent works."""
+        prefill = self.fleet.get(branch.prefill)
+        if prefill is not None and branch.held is not None and self.pairs.wanted(prefill.url, branch.held.decode):
+            self._spawn(self.pairs.check(prefill, branch.held.decode))
 
     @staticmethod
     def _hand_over(report: ReuseReport, take: Callable[[ReuseReport], None] | None) -> None:
@@ -486,6 +538,9 @@ class _Run:
         match need:
             case Take(key, chain):
                 return Took(self._router.ledger.take(key, chain, self._router.clock(), self._router.usable))
+            case Check(prefill, decode):
+                await self._router.pairs.check(prefill, decode)
+                return Checked()
             case Call(_, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
                 self._router.fleet.begin(engine)
@@ -519,6 +574,7 @@ class _Run:
         try:
             return Chunk(await anext(self._chunks))
         except StopAsyncIteration:
+            self._chunks = None
             return Ended()
         except EngineFailure as failure:
             return Failed(failure.kind, f"{self._decoding}: {failure.message}")
@@ -546,12 +602,10 @@ class _Run:
 
 
 async def _read_to_end(chunks: AsyncIterator[bytes], wait_s: float = 0.05) -> None:
-    async def rest() -> None:
-        async for _ in chunks:
-            pass
-
     try:
-        await asyncio.wait_for(rest(), wait_s)
+        async with asyncio.timeout(wait_s):
+            async for _ in chunks:
+                pass
     except (TimeoutError, EngineFailure):
         log.debug("an engine kept its stream open after the end of its answer")
 

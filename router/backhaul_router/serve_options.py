@@ -23,6 +23,10 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "kv_recompute_threshold": ("TOKENS", "fewer reusable tokens than these are computed rather than read"),
     "local_max_tokens": ("TOKENS", "an uncached suffix of at most this length runs on the decode engine alone"),
     "prefill_timeout_s": ("SECONDS", "limit of a prefill"),
+    "check_pairs": (
+        "",
+        "do not try whether a stock prefill engine can read from a decode engine before it is asked to",
+    ),
     "decode_timeout_s": ("SECONDS", "longest silence of a decode engine"),
     "connect_timeout_s": ("SECONDS", "limit of connecting to an engine"),
     "max_body_bytes": ("BYTES", "a larger request is answered 413"),

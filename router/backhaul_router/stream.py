@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from . import wire
+from .extension import Account
 from .sse import EventSplitter, data_of
 
 _DONE = b"data: [DONE]"
-_WATCHED = (b'"usage"', b'"error"', *(f'"{key}"'.encode() for key in sorted(wire.FORBIDDEN)))
+_WATCHED = re.compile("|".join(f'"{key}"' for key in ("usage", "error", *sorted(wire.FORBIDDEN))).encode())
 
 
 class StreamFilter:
     """Passes events on as they are, but for the last few.
 
     `note` is asked, when the usage event comes, for what to put into it (`None`: nothing); it is told the usage first.
+    `account` is told what an engine that runs our connector says it did, which comes before.
     """
 
-    def __init__(self, *, wants_usage: bool, note: Callable[[wire.Usage | None], Mapping[str, object] | None]) -> None:
+    def __init__(
+        self,
+        *,
+        wants_usage: bool,
+        note: Callable[[wire.Usage | None], Mapping[str, object] | None],
+        account: Callable[[Account | None], None] | None = None,
+    ) -> None:
         self._wants_usage = wants_usage
         self._note = note
+        self._account = account
         self._splitter = EventSplitter()
         self.handle: wire.Handle | None = None
         self.generated: tuple[int, ...] | None = None
@@ -39,7 +49,7 @@ class StreamFilter:
             self.events += 1
             if event.startswith(_DONE):
                 self.finished = True
-            elif any(word in event for word in _WATCHED):
+            elif _WATCHED.search(event):
                 out.append(self._look(event))
             else:
                 out.append(event)
@@ -59,8 +69,10 @@ class StreamFilter:
             self.error = data
         touched = False
         if wire.FORBIDDEN & members.keys():
-            handle, ids = wire.read_handle(members.get(wire.HANDLE))
-            self.handle, self.generated = handle or self.handle, ids or self.generated
+            params = wire.read_params(members.get(wire.HANDLE))
+            self.handle, self.generated = params.handle or self.handle, params.token_ids or self.generated
+            if self._account is not None:
+                self._account(params.account)
             members = {key: value for key, value in members.items() if key not in wire.FORBIDDEN}
             touched = True
         if bytes(members.get("usage", b"null")) != b"null":

@@ -1,15 +1,17 @@
 """One turn as a state machine: what to ask which engine next, and what follows from the answer. No I/O, no clock.
 
-    Taking ──▶ Rendering ──▶ Prefilling ──▶ Decoding ──▶ Relaying    (an event stream)
-                   │                           ▲  └────▶ Collecting  (a whole body)
-                   └──────── local ────────────┘
+    Taking ──▶ Rendering ──▶ Checking ──▶ Prefilling ──▶ Decoding ──▶ Relaying    (an event stream)
+                   │                                        ▲  └────▶ Collecting  (a whole body)
+                   └──────── local ─────────────────────────┘
 
 Each state says what it needs (`need`). `next` takes the event that came back and the time, and returns the state that
 follows, `Done` at last, with the actions to perform before its need. A driver is a loop over these (`router.py`); so is a
 simulator. `abandon` is what remains to be done when the client leaves.
 
 Rules that can be seen here:
-- a handle is sent to P once; from then on it is in nobody's hands, whatever came of it;
+- a stock engine's handle is sent to P once; from then on it is in nobody's hands, whatever came of it. A shared one stays in
+  the ledger: D confirms what P is about to read, at that moment;
+- no render and no ids where P and D check handles by themselves, and what they say they did is the report;
 - a request is sent again only when it was refused before it was read, when reading the handle may be what failed, or when
   an engine answered with an error; after a broken connection never, since the request may be what broke the engine;
 - before the client's first byte a failure can become another try; after it, an error event and the end;
@@ -32,9 +34,12 @@ from .effects import (
     Action,
     Answered,
     Call,
+    Check,
+    Checked,
     Chunk,
     DropEngine,
     Ended,
+    EndLease,
     Event,
     Failed,
     GiveBack,
@@ -54,14 +59,22 @@ from .effects import (
 )
 from .engine_client import FailureKind
 from .errors import Leg, error_body, error_event
-from .fleet import Engine, Fleet, Role
+from .extension import VOID, Account, Ask, reason_of
+from .fleet import Engine, Fleet, Holder, Role
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
-from .placement import NoEngine, Placement, Prompt, place
+from .placement import NoEngine, Placement, Prompt, needs_ids, place
 from .report import Proof, Reason, ReuseReport, Route
 from .stream import StreamFilter
 
 Actions = tuple[Action, ...]
+_MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
+"""Of a message, what does not become text of the prompt."""
+
+_VLLM_TTL_S = 480.0
+"""vLLM's own `decoder_kv_blocks_ttl`."""
+_RIDING = 256
+"""So many leases at most are released along with one turn."""
 
 
 class State(Protocol):
@@ -103,9 +116,19 @@ class Turn:
     tenant: str = ""
     taken: Taken = field(default_factory=Taken)
     spare: Held | None = None
-    """The handle taken, as long as no engine has been sent it."""
+    """The handle taken, as long as no engine has been sent it; a shared one until the turn's end."""
+    by_connector: bool = False
+    """P and D check handles by themselves: no ids are asked for."""
+    accounted: bool = False
+    """The engine that prefilled has given an account, which goes before its `usage`."""
+    void: Reason | None = None
+    """Why nobody can use the shared handle any more."""
+    checked: frozenset[tuple[str, str]] = frozenset()
+    """Pairs of P and D that this turn had checked."""
     token_ids: tuple[int, ...] | None = None
     """The prompt's ids, where they are what the engines are sent."""
+    encoded_ids: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"))
+    """The same as JSON."""
     prompt: Prompt = field(default_factory=lambda: Prompt(0))
     no_proof: bool = False
     left_to_decode: bool = False
@@ -141,11 +164,11 @@ class Turn:
         if not self.config.reuse:
             taken = dataclasses.replace(taken, reason=Reason.REUSE_OFF)
         state, actions = self._taken(taken, now)
-        return state, (*self._releases(taken.drop), *actions)
+        return state, (*self.release_held(*taken.drop), *actions)
 
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
-        self.prompt = Prompt(sum(map(len, self.facts.messages)))
+        self.prompt = Prompt(sum(max(1, len(message) - _MESSAGE_KEYS_BYTES) for message in self.facts.messages))
         if self.facts.multiple:
             return self.leave_to_decode(Reason.MULTIPLE_CHOICES, now)
         if self.facts.alone is not None:
@@ -156,6 +179,9 @@ class Turn:
 
     def _to_render(self, now: float) -> Step:
         facts, branch = self.facts, self.taken.branch
+        if not needs_ids(self.taken, self.fleet):
+            self.by_connector = True
+            return self.placed(now)
         picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
         engines = [engine for engine in picks if engine is not None and engine.block_size]
         is_base = not facts.model or all(facts.model in engine.models for engine in engines)
@@ -164,7 +190,7 @@ class Turn:
         if engines and facts.prompt_ids is not None:
             self.rendered(facts.prompt_ids, engines[0])
             return self.placed(now)
-        by_tokenize = wire.tokenize_body(facts)
+        by_tokenize = None if all(engine.renders for engine in engines) else wire.tokenize_body(facts)
         engines = [engine for engine in engines if engine.renders or by_tokenize is not None]
         if not engines:
             self.no_proof = True
@@ -173,16 +199,19 @@ class Turn:
 
     def rendered(self, token_ids: tuple[int, ...], engine: Engine) -> None:
         """The prompt's ids are known."""
-        block_size = engine.block_size or 0
+        block_size, branch = engine.block_size or 0, self.taken.branch
+        known = digests.Chains()
+        if branch is not None and branch.block_size == block_size:
+            known = digests.Chains(branch.blocks, branch.spans)
         try:
-            blocks = digests.block_chain(token_ids, block_size)
+            chains = digests.chains(token_ids, block_size, known)
         except OverflowError:
             self.no_proof = True
             return
-        self.token_ids = token_ids
-        self.prompt = Prompt(self.prompt.message_bytes, len(token_ids), blocks, block_size)
+        self.token_ids, self.encoded_ids = token_ids, wire.encode_ids(token_ids)
+        self.prompt = Prompt(self.prompt.message_bytes, len(token_ids), chains.blocks, block_size, chains.spans)
         self.draft["prompt"] = len(token_ids)
-        self._note_divergence(blocks)
+        self._note_divergence(chains.blocks)
 
     def _note_divergence(self, blocks: bytes) -> None:
         """Messages that all match, but tokens that do not: it is the engine's own answer that comes back changed."""
@@ -199,7 +228,7 @@ class Turn:
 
     def placed(self, now: float) -> Step:
         """Decides where the turn runs, and goes there."""
-        readable = self.spare is not None and self.spare.decode not in self.failed_on
+        readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
         taken = self.taken if readable else dataclasses.replace(self.taken, held=None)
         placement = place(
             self.prompt,
@@ -216,9 +245,31 @@ class Turn:
         if self.failure is not None:
             placement = dataclasses.replace(placement, reason=self.failure)
         if placement.prefill is None:
-            return Decoding(self, placement, None), ()
-        self.draft["offered"] = placement.blocks * self.prompt.block_size
+            return self.decoding(placement, None), ()
+        offered = placement.blocks * self.prompt.block_size
+        if placement.route is Route.WARM and self.spare is not None:
+            pair = (placement.prefill.url, self.spare.decode)
+            if self.config.check_pairs and pair not in self.checked and not self.fleet.is_checked(*pair):
+                self.checked |= {pair}
+                return Checking(self, placement, placement.prefill, self.spare.decode), ()
+            if placement.proof is Proof.CONNECTOR:
+                offered = self.spare.tokens
+        self.draft["offered"] = offered
         return Prefilling(self, placement, placement.prefill, now), ()
+
+    def decoding(self, placement: Placement, prefilled: wire.Handle | None) -> Decoding:
+        """D is next. One that runs our connector takes along the leases that are due there."""
+        decode = placement.decode
+        if decode.connector is None:
+            return Decoding(self, placement, prefilled)
+        ttl_s = self.config.decoder_kv_blocks_ttl
+        ask = Ask(
+            retain=self.reuses and (decode.streams_handles or not self.facts.stream),
+            shared=self.by_connector,
+            retain_s=ttl_s if ttl_s < _VLLM_TTL_S else None,
+            release=self.fleet.to_release(Holder(decode.url), _RIDING),
+        )
+        return Decoding(self, placement, prefilled, ask=ask)
 
     def leave_to_decode(self, reason: Reason, now: float) -> Step:
         """Gives D the client's own body, without ids and transfer parameters: it answers, or says what is wrong with it."""
@@ -231,6 +282,14 @@ class Turn:
         placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
         return Decoding(self, placement, None, as_it_is=True), give_back
 
+    @property
+    def ids_to_send(self) -> msgspec.Raw | None:
+        return None if self.token_ids is None else self.encoded_ids
+
+    def ran(self, ids: msgspec.Raw) -> tuple[int, ...] | None:
+        """The ids that D says it was given. The same JSON is the same ids, without reading them. Raises `msgspec.DecodeError`."""
+        return self.token_ids if bytes(ids) == bytes(self.encoded_ids) else wire.read_ids(ids)
+
     # --- handles
 
     def give_back(self) -> Actions:
@@ -242,23 +301,34 @@ class Turn:
         return (given,)
 
     def sent(self) -> Held | None:
-        """An engine was sent the handle. Returns it, for whoever knows that it was not read."""
-        spare, self.spare = self.spare, None
+        """An engine was sent the handle. Returns it, for whoever knows that it was not read; a shared one is not used up."""
+        spare = self.spare
+        if spare is None or spare.shared:
+            return None
+        self.spare = None
         return spare
 
     def unfinished(self) -> Actions:
-        """The turn ends without an answer: the handle taken goes back, or is noted as used up."""
-        if self.spare is None and self.taken.held is not None:
-            return (Lost(self.key, self.taken, self.failure or Reason.NO_HANDLE),)
-        return self.give_back()
+        """The turn ends without an answer: the handle taken goes back, or is noted as used up or void."""
+        if self.taken.held is None or (self.spare is not None and self.void is None):
+            return self.give_back()
+        lost = Lost(self.key, self.taken, self.void or self.failure or Reason.NO_HANDLE)
+        self.taken, self.spare = dataclasses.replace(self.taken, held=None), None
+        return (lost,)
 
-    def release(self, handle: wire.Handle | None) -> Actions:
+    def release(self, handle: wire.Handle | None, decode: Engine) -> Actions:
         """Has the blocks of D's handle freed."""
-        via = self.fleet.pick(Role.PREFILL)
-        return (Release(handle.params, via),) if handle is not None and via is not None else ()
+        return self._release(handle, decode.url) if handle is not None else ()
 
-    def _releases(self, held: Sequence[Held]) -> Actions:
-        return tuple(action for one in held for action in self.release(one.handle))
+    def release_held(self, *held: Held | None) -> Actions:
+        """The same of handles that were taken, or that the ledger has dropped."""
+        return tuple(action for one in held if one is not None for action in self._release(one.handle, one.decode))
+
+    def _release(self, handle: wire.Handle, decode: str) -> Actions:
+        if handle.lease is not None:
+            return (EndLease(Holder.of(decode, handle.engine_id), handle.request_id),)
+        via = self.fleet.pick(Role.PREFILL)
+        return (Release(handle.params, via),) if via is not None else ()
 
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
         """The engine to try after one that failed: where nobody read the request, or, once, after an error."""
@@ -286,41 +356,61 @@ class Turn:
         actions: Actions = ()
         if handle is not None and (before := self.fleet.saw_engine_id(decode, handle.engine_id)):
             actions = (DropEngine(decode.url, before),)
-        if ran is not None and self.token_ids is not None and ran != self.token_ids:
+        if ran is not None and self.token_ids is not None and ran is not self.token_ids and ran != self.token_ids:
             self.fleet.note_ids_ignored()
             self.token_ids = None
         if not self.reuses or self.left_to_decode:
-            return (*actions, *self.release(handle), *self.give_back())
+            return (*actions, *self.release(handle, decode), *self.give_back())
         held = self._held(handle, decode, generated, now)
         missing = None
         if held is None:
-            actions += self.release(handle)
-            missing = Reason.NO_PROOF if handle else self.failure or Reason.NO_HANDLE
-        if held is None and placement.route is Route.LOCAL and (kept := self._kept()):
-            # A stock engine leaves no handle for a turn that it ran alone; the one before holds a prefix of the history.
+            actions += self.release(handle, decode)
+            missing = Reason.NO_PROOF if handle else self.void or self.failure or Reason.NO_HANDLE
+        if held is None and (kept := self._kept(placement)):
             held, missing = kept, None
-        elif self.spare is not None:
-            actions += self.release(self.spare.handle) if self.taken.related else (GiveBack(self.key, self.taken),)
+        elif self.void is not None:
+            actions += self.unfinished()
+        elif self.spare is not None and not self.spare.shared:  # the ledger knows when a shared one has no more takers
+            actions += self.release_held(self.spare) if self.taken.related else (GiveBack(self.key, self.taken),)
         self.spare = None
         self.draft["handle_remaining_s"] = held.deadline - now if held else None
         earlier = self.taken.branch.prefill if self.taken.branch else None
+        chains = self._chains(generated or ())
         branch = Branch(
             chain=self.chain,
-            blocks=self._blocks(generated),
+            blocks=chains.blocks,
+            spans=chains.spans,
             block_size=self.prompt.block_size,
-            tokens=len(self.token_ids or ()) + max(0, len(generated or ()) - 1),
+            tokens=self._ran_tokens(generated),
             message_bytes=self.prompt.message_bytes,
             decode=decode.url,
             prefill=placement.prefill.url if placement.prefill else earlier,
             held=held,
             missing=missing,
+            prompt_tokens=self.draft.get("prompt") or 0,
         )
         return (*actions, Settle(self.key, self.taken, branch))
 
-    def _kept(self) -> Held | None:
-        """The handle taken, for what the new record shares with the one that it was made for; `None` for nothing."""
+    def _ran_tokens(self, generated: Sequence[int] | None) -> int:
+        """Tokens that D ran and has KV of: by their ids or, where those are not known, by its own count."""
+        if self.token_ids is not None:
+            return len(self.token_ids) + max(0, len(generated or ()) - 1)
+        if not self.by_connector:
+            return max(0, len(generated or ()) - 1)
+        return (self.draft.get("prompt") or 0) + max(0, (self.draft.get("generated") or 0) - 1)
+
+    def _kept(self, placement: Placement) -> Held | None:
+        """The handle taken, where the turn left none and the one before holds a prefix of the new record.
+
+        A stock engine leaves no handle for a turn that it ran alone. One of ours does, but not for a turn that a `stop` string
+        ended; reading did not use a shared handle up."""
         branch, spare = self.taken.branch, self.spare
-        if branch is None or spare is None or self.token_ids is None or branch.block_size != self.prompt.block_size:
+        if branch is None or spare is None:
+            return None
+        if spare.shared:
+            usable = self.taken.related and self.void is None and self.failure is None
+            return spare if usable and spare.decode == placement.decode.url else None
+        if placement.route is not Route.LOCAL or self.token_ids is None or branch.block_size != self.prompt.block_size:
             return None
         shared = digests.common(self.prompt.blocks, branch.blocks) * branch.block_size
         return dataclasses.replace(spare, tokens=min(spare.tokens, shared)) if shared else None
@@ -329,29 +419,65 @@ class Turn:
         self, handle: wire.Handle | None, decode: Engine, generated: tuple[int, ...] | None, now: float
     ) -> Held | None:
         """The handle with what it is good for; `None` when no later turn could prove anything of it."""
-        if handle is None or self.token_ids is None or handle.groups > 1:
+        if handle is None:
+            return None
+        ttl_s, margin_s = self.config.decoder_kv_blocks_ttl, self.config.lease_margin_s
+        if handle.lease is not None:
+            ttl_s = handle.lease.ttl_s
+            margin_s = min(margin_s, ttl_s / 4)
+        deadline = now + ttl_s - margin_s
+        if handle.digests:
+            return Held(handle, decode.url, deadline, handle.tokens)
+        if decode.connector is not None:
+            self.fleet.note_no_digests(decode)
+        if self.token_ids is None or handle.groups > 1:
             return None
         # The KV of the last token is computed only when another follows, and under asynchronous scheduling an engine counts
         # a position that is still in flight (`remote_num_tokens`, PS:276): never more than what surely ran.
-        ran = len(self.token_ids) + max(0, len(generated or ()) - 1)
-        tokens = min(handle.tokens, ran)
+        tokens = min(handle.tokens, self._ran_tokens(generated))
         if handle.blocks * self.prompt.block_size < tokens:
             return None  # a sliding window: its list does not begin at the first token, and cannot be cut
-        deadline = now + self.config.decoder_kv_blocks_ttl - self.config.lease_margin_s
         return Held(handle, decode.url, deadline, tokens)
 
-    def _blocks(self, generated: tuple[int, ...] | None) -> bytes:
+    def _chains(self, generated: tuple[int, ...]) -> digests.Chains:
+        """Of what D ran: the prompt, and the answer but for its last token."""
         if self.token_ids is None:
-            return b""
-        whole = digests.count(self.prompt.blocks) * self.prompt.block_size
-        rest = self.token_ids[whole:] + (generated or ())[:-1]
-        return self.prompt.blocks + digests.block_chain(rest, self.prompt.block_size, self.prompt.blocks)
+            return digests.Chains()
+        prompt = digests.Chains(self.prompt.blocks, self.prompt.spans)
+        return digests.extended(prompt, self.token_ids, generated[:-1], self.prompt.block_size)
 
     def count_prefill(self, usage: wire.Usage) -> None:
         """Token counts of the engine that prefilled."""
+        if self.accounted:
+            return
         self.draft["prompt"] = usage.prompt_tokens
         self.draft["cached"] = usage.cached
         self.draft["computed"] = None if usage.cached is None else usage.prompt_tokens - usage.cached
+
+    def count_account(self, engine: Engine, account: Account | None) -> None:
+        """What an engine of ours says it did with its leg; it goes before what was planned."""
+        if account is None:
+            return
+        is_prefill = engine.role is Role.PREFILL
+        if is_prefill:
+            self.fleet.note_account(engine, account)
+            self.draft |= {
+                "offered": account.offered or 0,
+                "verified": account.verified,
+                "local": account.local,
+                "pulled": account.pulled,
+                "read_bytes": account.bytes,
+                "read_ms": account.read_ms,
+                "claim_ms": account.claim_ms,
+            }
+        else:
+            self.draft["decode_cached"] = account.local
+            if account.why == "prompt_differs":
+                self.fleet.count_prompt_differed()
+        if account.prompt is not None and (is_prefill or not self.accounted):
+            cached = (account.local or 0) + (account.pulled or 0)
+            self.draft |= {"prompt": account.prompt, "cached": cached, "computed": account.prompt - cached}
+            self.accounted = True
 
     def count_answer(self, placement: Placement, usage: wire.Usage | None) -> Mapping[str, object] | None:
         """D's token counts. Returns what the answer's `usage` says of the turn: to clients that named a conversation, and
@@ -510,13 +636,39 @@ class Rendering:
                     return dataclasses.replace(self, engines=self.engines[1:], since=now), ()
                 turn.no_proof = True
                 return turn.placed(now)
-            case Took() | Opened() | Chunk() | Ended():
+            case Took() | Checked() | Opened() | Chunk() | Ended():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
 
     def abandon(self, now: float) -> Actions:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
+
+
+@dataclass(frozen=True)
+class Checking:
+    """Nobody has read from this D by way of this P yet, and a P without bi-directional mode would hang."""
+
+    turn: Turn
+    placement: Placement
+    prefill: Engine
+    decode: str
+
+    @property
+    def need(self) -> Check:
+        return Check(self.prefill, self.decode)
+
+    def next(self, event: Event, now: float) -> Step:
+        match event:
+            case Checked():
+                return self.turn.placed(now)
+            case Took() | Answered() | Opened() | Chunk() | Ended() | Failed():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def abandon(self, now: float) -> Actions:
+        return (*self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
 
 
 @dataclass(frozen=True)
@@ -533,8 +685,12 @@ class Prefilling:
         turn = self.turn
         handle = None
         if self.warm and turn.spare is not None:
-            handle = wire.cut_handle(turn.spare.handle, self.placement.blocks, turn.prompt.block_size)
-        body = wire.prefill_body(turn.facts, turn.token_ids, handle)
+            held, to_ours = turn.spare.handle, self.engine.connector is not None
+            if self.placement.proof is Proof.CONNECTOR:
+                handle = wire.whole_handle(held)
+            else:
+                handle = wire.cut_handle(held, self.placement.blocks, turn.prompt.block_size, to_ours=to_ours)
+        body = wire.prefill_body(turn.facts, turn.ids_to_send, handle)
         return Call(Leg.PREFILL, self.engine, turn.facts.endpoint, body, turn.config.prefill_timeout_s)
 
     @property
@@ -556,7 +712,7 @@ class Prefilling:
                 return self._failed(FailureKind.ERROR, message, now)
             case Failed(kind, message):
                 return self._failed(kind, message, now)
-            case Took() | Opened() | Chunk() | Ended():
+            case Took() | Checked() | Opened() | Chunk() | Ended():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
@@ -566,28 +722,54 @@ class Prefilling:
         sent = turn.sent() if self.warm else None
         try:
             members = wire.split(body)
-            handle, _ = wire.read_handle(members.get(wire.HANDLE))
+            params = wire.read_params(members.get(wire.HANDLE))
             usage = wire.read_usage(members.get("usage"))
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
+        handle = params.handle
         if handle is None:
             message = (
                 f"{self.engine} returned no {wire.HANDLE}: start it with the NIXL connector as kv_producer "
                 "(`backhaul up --dry-run` prints the flags)"
             )
-            return turn.refuse(
-                self.placement, 502, message, Leg.PREFILL, now, turn.release(sent.handle if sent else None)
-            )
+            return turn.refuse(self.placement, 502, message, Leg.PREFILL, now, turn.release_held(sent))
         elapsed_ms = (now - self.since) * 1e3
         turn.draft["prefill_ms"] = elapsed_ms
         if usage is not None:
             turn.count_prefill(usage)
             if turn.token_ids is not None and usage.prompt_tokens != len(turn.token_ids):
                 return self._ran_other_ids(handle, now)
-            if not self.warm and usage.cached is not None:
-                turn.fleet.learn_prefill(self.engine, elapsed_ms, usage.prompt_tokens - usage.cached)
-        return Decoding(turn, self.placement, handle), ()
+        if self.placement.proof is Proof.CONNECTOR and params.account is None:
+            return self._checked_nothing(handle, now)
+        turn.count_account(self.engine, params.account)
+        if not self.warm and (computed := turn.draft.get("computed")) is not None:
+            turn.fleet.learn_prefill(self.engine, elapsed_ms, computed)
+        return turn.decoding(self._as_it_ran(params.account), handle), ()
+
+    def _as_it_ran(self, account: Account | None) -> Placement:
+        """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
+        if not self.warm or account is None or account.pulled or account.why in (None, "local_hit"):
+            return self.placement
+        if account.why == "below_threshold" and account.verified and account.local:
+            return self.placement  # its own cache had all but a few tokens
+        reason = reason_of(account.why)
+        if reason in VOID:
+            self.turn.void = reason
+        return dataclasses.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
+
+    def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
+        """P read a handle that nobody had proven: it was restarted without our connector. D answers by itself."""
+        turn = self.turn
+        turn.fleet.note_unverified(self.engine)
+        turn.retry()
+        turn.draft |= {"offered": 0, "cached": None, "computed": None}
+        state, actions = turn.leave_to_decode(Reason.NO_PROOF, now)
+        return state, (Release(handle.params, self.placement.decode), *actions)
+
+    def _unaccounted(self) -> None:
+        if self.warm and self.engine.connector is not None:
+            self.turn.fleet.note_unaccounted(self.engine)
 
     def _ran_other_ids(self, handle: wire.Handle, now: float) -> Step:
         """The engine rendered the messages in spite of the ids: what was proven is not what ran. From now on nothing is."""
@@ -602,10 +784,10 @@ class Prefilling:
 
     def _failed(self, kind: FailureKind, message: str, now: float) -> Step:
         turn = self.turn
+        self._unaccounted()
         rest: Actions = ()
         if self.warm and kind is not FailureKind.REFUSED:
-            sent = turn.sent()
-            rest = turn.release(sent.handle if sent else None)
+            rest = turn.release_held(turn.sent())
             turn.failure = Reason.READ_FAILED
             turn.draft["offered"] = 0
             if kind is not FailureKind.BROKEN:
@@ -617,13 +799,16 @@ class Prefilling:
         if (other := turn.another(self.engine, kind)) is not None:
             turn.failed_on |= {self.engine.url}
             turn.retry()
+            if self.warm:  # the other may not check handles, or not be able to read this one
+                state, actions = turn.placed(now)
+                return state, (*rest, *actions)
             return Prefilling(turn, dataclasses.replace(self.placement, prefill=other), other, now), rest
         status = 504 if kind is FailureKind.TIMEOUT else 502
         return turn.refuse(self.placement, status, message, Leg.PREFILL, now, rest, unread=kind is FailureKind.REFUSED)
 
     def abandon(self, now: float) -> Actions:
-        sent = self.turn.sent() if self.warm else None
-        release = self.turn.release(sent.handle if sent else None)
+        self._unaccounted()
+        release = self.turn.release_held(self.turn.sent() if self.warm else None)
         return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
 
 
@@ -637,15 +822,19 @@ class Decoding:
     """P's handle; `None` when D runs the turn alone."""
     as_it_is: bool = False
     """The client's own body, without ids and without transfer parameters."""
+    ask: Ask | None = None
+    """What a D that runs our connector is asked beside."""
 
     @property
     def need(self) -> Open:
         turn = self.turn
         body = wire.decode_body(
             turn.facts,
-            turn.token_ids,
+            turn.ids_to_send,
             self.prefilled.params if self.prefilled else None,
-            ids_back=turn.reuses and not self.as_it_is,
+            ids_back=turn.reuses and not self.as_it_is and not turn.by_connector,
+            ask=self.ask,
+            passed_on=self.prefilled.passed_on if self.prefilled else None,
         )
         return Open(self.placement.decode, turn.facts.endpoint, body, turn.config.decode_timeout_s)
 
@@ -654,14 +843,16 @@ class Decoding:
         match event:
             case Opened(200, headers) if headers.get("content-type", "").startswith("text/event-stream"):
                 stream = StreamFilter(
-                    wants_usage=turn.facts.wants_usage, note=lambda usage: turn.count_answer(placement, usage)
+                    wants_usage=turn.facts.wants_usage,
+                    note=lambda usage: turn.count_answer(placement, usage),
+                    account=lambda account: turn.count_account(placement.decode, account),
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
                 return Collecting(self, status, headers), ()
             case Failed(kind, message):
                 return self.failed(kind, message, now)
-            case Took() | Answered() | Chunk() | Ended():
+            case Took() | Checked() | Answered() | Chunk() | Ended():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
@@ -679,14 +870,20 @@ class Decoding:
         if self.as_it_is:
             return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
         if kind is FailureKind.REFUSED and self.prefilled is not None:
-            return dataclasses.replace(self, placement=dataclasses.replace(placement, decode=other)), ()
+            return turn.decoding(dataclasses.replace(placement, decode=other), self.prefilled), self.not_admitted()
         turn.failure = Reason.DECODE_FAILED
         state, actions = turn.placed(now)
         return state, (*self.release(), *actions)
 
     def release(self) -> Actions:
-        """Has P's blocks freed, where D may not have read them."""
-        return (Release(self.prefilled.params, self.placement.decode),) if self.prefilled else ()
+        """D may not have run the request: has P's blocks freed, and the leases that it was to end."""
+        freed = (Release(self.prefilled.params, self.placement.decode),) if self.prefilled else ()
+        return (*freed, *self.not_admitted())
+
+    def not_admitted(self) -> Actions:
+        """The leases that D was told to end with this request."""
+        holder = Holder(self.placement.decode.url)
+        return tuple(EndLease(holder, lease) for lease in self.ask.release) if self.ask else ()
 
     def abandon(self, now: float) -> Actions:
         report = self.turn.report(self.placement, now, error="client_gone")
@@ -715,7 +912,7 @@ class Collecting:
                 return self._answer(body, now) if self.status == 200 else self._error(body, now)
             case Failed(kind, message):
                 return self.before.failed(kind, message, now)
-            case Took() | Answered() | Opened():
+            case Took() | Checked() | Answered() | Opened():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
@@ -725,17 +922,18 @@ class Collecting:
         turn.first_byte = now
         try:
             members = wire.split(body)
-            handle, _ = wire.read_handle(members.get(wire.HANDLE))
+            params = wire.read_params(members.get(wire.HANDLE))
             usage = wire.read_usage(members.get("usage"))
+            turn.count_account(placement.decode, params.account)
             choices = wire.read_choices(members)
-            ran = wire.returned_prompt_ids(members, choices[0]) if len(choices) == 1 else None
+            ran = turn.ran(wire.returned_prompt_ids(members, choices[0])) if len(choices) == 1 else None
             note = turn.count_answer(placement, usage)
             answer = wire.client_answer(members, keep_token_ids=turn.facts.wants_token_ids, note=note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
         generated = choices[0].token_ids if len(choices) == 1 else None
-        settled = turn.settle(placement, handle, generated, ran, now)
+        settled = turn.settle(placement, params.handle, generated, ran, now)
         head = Respond(200, turn.headers(placement, self.headers))
         return Done(), (*settled, turn.report(placement, now), head, Send(answer))
 
@@ -774,7 +972,7 @@ class Relaying:
                 return self._broke(FailureKind.BROKEN, message, now)
             case Failed(kind, message):
                 return self._broke(kind, message, now)
-            case Took() | Answered() | Opened():
+            case Took() | Checked() | Answered() | Opened():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
@@ -802,12 +1000,12 @@ class Relaying:
         last = Send(b"data: [DONE]\n\n")
         if stream.error is not None:
             ended = (
-                *turn.release(stream.handle),
+                *turn.release(stream.handle, placement.decode),
                 *turn.unfinished(),
                 turn.report(placement, now, error="decode_failed"),
             )
             return Done(), (*actions, *ended, last)
-        if stream.handle is None and self.before.prefilled is not None and not placement.decode.streams_handles:
+        if stream.handle is None and self.before.prefilled is not None and placement.decode.hides_handles:
             turn.fleet.count_unreachable_pin()
         settled = turn.settle(placement, stream.handle, stream.generated, None, now)
         return Done(), (*actions, *settled, turn.report(placement, now), last)
@@ -817,7 +1015,7 @@ class Relaying:
             return self.before.failed(kind, message, now)
         turn, placement = self.before.turn, self.before.placement
         last = Send(error_event(message, type_="server_error", code="decode_failed"))
-        release = turn.release(self.stream.handle)
+        release = turn.release(self.stream.handle, placement.decode)
         return Done(), (*release, *turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
 
     def abandon(self, now: float) -> Actions:

@@ -17,16 +17,23 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
+from . import extension
 from .errors import BackhaulError
+from .extension import Account, Ask, Lease
 
 HANDLE = "kv_transfer_params"
 FORBIDDEN: Final = frozenset({HANDLE, "ec_transfer_params"})
 """Name hosts, ports and blocks of engines: neither taken from a client nor shown to one."""
 FORBIDDEN_HEADERS: Final = frozenset({"x-data-parallel-rank"})
-EXTENSION = "backhaul"
-"""Key of the versioned object that our plugin puts into a handle."""
+EXTENSION = extension.KEY
+"""Key of the versioned object that our plugin and our connector put into a handle."""
 
 Members = dict[str, Raw]
+
+_NULL: Final = Raw(b"null")
+_FALSE: Final = Raw(b"false")
+_TRUE: Final = Raw(b"true")
+_ONE: Final = Raw(b"1")
 
 _decode_members = msgspec.json.Decoder(Members).decode
 _decode_list = msgspec.json.Decoder(list[Raw]).decode
@@ -56,9 +63,9 @@ def split(body: bytes) -> Members:
         raise MalformedBody(f"the body is not a JSON object: {error}") from None
 
 
-def join(members: Mapping[str, Raw | bytes]) -> bytes:
+def join(members: Mapping[str, Raw]) -> bytes:
     """The members as one JSON object again."""
-    return b"{" + b",".join(_encode(key) + b":" + bytes(value) for key, value in members.items()) + b"}"
+    return _encode(members)
 
 
 def read_members(body: bytes) -> Members:
@@ -219,7 +226,7 @@ class _Part(msgspec.Struct):
     """Beside one, as where there is no `type`, the engine goes by which other keys there are (vLLM's chat_utils.py)."""
 
 
-_decode_contents = msgspec.json.Decoder(list[_Message]).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
 _decode_parts = msgspec.json.Decoder(list[str | _Part]).decode
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 
@@ -231,11 +238,12 @@ def _history(
     if endpoint is Endpoint.CHAT:
         try:
             raw = members.get("messages", Raw(b""))
-            messages = tuple(bytes(message) for message in _decode_list(raw))
-            contents = _decode_contents(raw)
+            messages = tuple(map(bytes, _decode_list(raw)))
+            # Content that is no text is a list; most messages hold none.
+            contents = [_decode_message(message) for message in messages if b"[" in message]
         except (msgspec.DecodeError, RecursionError):
             return (), None, "messages", None
-        if not messages:
+        if not messages or not all(message.startswith(b"{") for message in messages):
             return (), None, "messages", None
         return messages, None, None, _media(contents)
     prompt = bytes(members.get("prompt", Raw(b"null")))
@@ -299,6 +307,9 @@ class _Rendered(msgspec.Struct):
     features: Raw | None = None
 
 
+_decode_rendered = msgspec.json.Decoder(_Rendered).decode
+
+
 def read_rendered(body: bytes) -> tuple[int, ...] | None:
     """The ids in an answer of `/render` (one object for chat, a list of one for completions) or `/tokenize`; `None` where
     there is more to the prompt than ids (images), or the answer has another shape."""
@@ -306,7 +317,7 @@ def read_rendered(body: bytes) -> tuple[int, ...] | None:
         if body.lstrip().startswith(b"["):
             (rendered,) = msgspec.json.decode(body, type=list[_Rendered])
         else:
-            rendered = msgspec.json.decode(body, type=_Rendered)
+            rendered = _decode_rendered(body)
     except (msgspec.DecodeError, ValueError):
         return None
     if rendered.features is not None and bytes(rendered.features) != b"null":
@@ -343,62 +354,75 @@ def tokenize_body(facts: Facts) -> bytes | None:
     return join({key: value for key, value in given.items() if key in allowed})
 
 
-def prefill_body(facts: Facts, token_ids: Sequence[int] | None, handle: bytes | None) -> bytes:
-    """P's leg: one token, not streamed, blocks kept for D. `handle` is what `cut_handle` made of D's."""
-    members: dict[str, Raw | bytes] = {k: v for k, v in facts.members.items() if k not in _NOT_FOR_PREFILL}
-    members["stream"] = b"false"
-    members["max_tokens"] = b"1"
-    params: dict[str, Raw | bytes] = dict(_decode_members(handle)) if handle else {}
-    params["do_remote_decode"] = b"true"
-    params["do_remote_prefill"] = b"false"
+def prefill_body(facts: Facts, token_ids: Sequence[int] | Raw | None, handle: bytes | None) -> bytes:
+    """P's leg: one token, not streamed, blocks kept for D. `handle` is what `cut_handle` made of D's. Here and in
+    `decode_body` the ids may have been encoded before (`encode_ids`)."""
+    members = {key: value for key, value in facts.members.items() if key not in _NOT_FOR_PREFILL}
+    members["stream"] = _FALSE
+    members["max_tokens"] = _ONE
+    params = _decode_members(handle) if handle else {}
+    params["do_remote_decode"] = _TRUE
+    params["do_remote_prefill"] = _FALSE
     _put_ids(facts, members, params, token_ids)
-    members[HANDLE] = join(params)
+    members[HANDLE] = Raw(join(params))
     return join(members)
 
 
-def decode_body(facts: Facts, token_ids: Sequence[int] | None, handle: bytes | None, *, ids_back: bool) -> bytes:
+def decode_body(
+    facts: Facts,
+    token_ids: Sequence[int] | Raw | None,
+    handle: bytes | None,
+    *,
+    ids_back: bool,
+    ask: Ask | None = None,
+    passed_on: bytes | None = None,
+) -> bytes:
     """D's leg. `handle` is P's, sent verbatim; without one D runs the turn alone, and an empty object still tells our
-    plugin that a router asks. `ids_back` asks for the generated ids (not streamed: a stream has them in its last event)."""
-    members: dict[str, Raw | bytes] = dict(facts.members)
+    plugin that a router asks. `ids_back` asks for the generated ids (not streamed: a stream has them in its last event).
+    `ask` is for a D that runs our connector, as is what P's says to it (`passed_on`)."""
+    members = dict(facts.members)
     if facts.stream:
-        options = _decode_any(members.get("stream_options", b"null"))
+        options = _decode_any(members.get("stream_options", _NULL))
         if not facts.wants_usage and isinstance(options, dict | None):
             options = {**(options or {}), "include_usage": True, "continuous_usage_stats": False}
-            members["stream_options"] = _encode(options)
+            members["stream_options"] = Raw(_encode(options))
     elif ids_back:
-        members["return_token_ids"] = b"true"
-    params: dict[str, Raw | bytes] = dict(_decode_members(handle)) if handle else {}
+        members["return_token_ids"] = _TRUE
+    params = _decode_members(handle) if handle else {}
     if handle:
-        params["do_remote_prefill"] = b"true"
-        params["do_remote_decode"] = b"false"
+        params["do_remote_prefill"] = _TRUE
+        params["do_remote_decode"] = _FALSE
     _put_ids(facts, members, params, token_ids)
+    if ask is not None:
+        params[EXTENSION] = extension.asking(ask, passed_on)
     if params or ids_back:
-        members[HANDLE] = join(params)
+        members[HANDLE] = Raw(join(params))
     return join(members)
 
 
-def _put_ids(
-    facts: Facts,
-    members: dict[str, Raw | bytes],
-    params: dict[str, Raw | bytes],
-    token_ids: Sequence[int] | None,
-) -> None:
+def encode_ids(token_ids: Sequence[int]) -> Raw:
+    """Token ids as JSON."""
+    return Raw(_encode(token_ids))
+
+
+def _put_ids(facts: Facts, members: Members, params: Members, token_ids: Sequence[int] | Raw | None) -> None:
     if token_ids is None:
         return
+    encoded = token_ids if isinstance(token_ids, Raw) else encode_ids(token_ids)
     if facts.endpoint is Endpoint.CHAT:
-        params["prompt_token_ids"] = _encode(token_ids)
+        params["prompt_token_ids"] = encoded
     else:
-        members["prompt"] = _encode(token_ids)
+        members["prompt"] = encoded
 
 
 def release_body(handle: bytes) -> bytes:
     """A request that an engine of the other role rejects before admission (no such model), which makes it tell the holder
     to free the handle's blocks at once: nothing is computed, nothing pinned (vLLM PR 41269)."""
-    params: dict[str, Raw | bytes] = dict(_decode_members(handle))
-    params["do_remote_prefill"] = b"true"
-    params["do_remote_decode"] = b"false"
-    return join(
-        {"model": b'"backhaul-release"', "prompt": b"[0]", "max_tokens": b"1", "stream": b"false", HANDLE: join(params)}
+    params = _decode_members(handle)
+    params["do_remote_prefill"] = _TRUE
+    params["do_remote_decode"] = _FALSE
+    return _encode(
+        {"model": "backhaul-release", "prompt": [0], "max_tokens": 1, "stream": False, HANDLE: params},
     )
 
 
@@ -423,6 +447,12 @@ class Handle:
     """P's answer only: tokens that P found cached or read (`remote_prefill_cached_tokens`)."""
     token_ids: tuple[int, ...] | None
     """Generated ids, where our plugin put them beside the handle."""
+    passed_on: bytes | None = None
+    """What our connector says beside the handle to the engine that it is for."""
+    digests: bool = False
+    """D's: it carries digests of its blocks, so that a P of ours can check it by itself."""
+    lease: Lease | None = None
+    """D's: what it promises, where it runs our connector. The lease's id is `request_id`."""
 
 
 def process_of(engine_id: str) -> str:
@@ -441,53 +471,76 @@ class _Params(msgspec.Struct):
     transfer_mode: str = "pull"
 
 
-class _Version(msgspec.Struct):
-    version: msgspec.Raw = Raw(b"null")
+_decode_groups = msgspec.json.Decoder(list[list[int]]).decode
+_decode_params = msgspec.json.Decoder(_Params).decode
 
 
-class _Extension(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class Params:
+    """An engine's `kv_transfer_params`, read."""
+
+    handle: Handle | None = None
     token_ids: tuple[int, ...] | None = None
+    """Generated ids, which our plugin adds where there is no handle as well."""
+    account: Account | None = None
 
 
-def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...] | None]:
-    """An engine's `kv_transfer_params` as a handle, and the ids that our plugin added, which come without one as well.
+def read_params(raw: Raw | bytes | None) -> Params:
+    """No handle is found where a required field is missing, where it holds no blocks, or was made for push transfer.
 
-    `None` for a handle that lacks a required field, holds no blocks, or was made for push transfer."""
+    Raises `msgspec.DecodeError`."""
     if raw is None or bytes(raw) == b"null":
-        return None, None
+        return Params()
     members = _decode_members(raw)
-    token_ids = None
-    if EXTENSION in members:
-        extension = members.pop(EXTENSION)
-        if bytes(msgspec.json.decode(extension, type=_Version).version) == b"1":
-            token_ids = msgspec.json.decode(extension, type=_Extension).token_ids
+    said = extension.read(members.pop(EXTENSION, None))
+    nothing = Params(None, said.token_ids, said.account)
     if not all(key in members for key in _REQUIRED):
-        return None, token_ids
-    params = msgspec.json.decode(join(members), type=_Params)
+        return nothing
+    kept = join(members)
+    params = _decode_params(kept)
     groups = params.remote_block_ids or ()
     blocks = sum(map(len, groups))
     if not blocks or params.transfer_mode != "pull":
-        return None, token_ids
+        return nothing
     handle = Handle(
-        params=join(members),
+        params=kept,
         engine_id=params.remote_engine_id,
         request_id=params.remote_request_id,
         tokens=params.remote_num_tokens,
         blocks=blocks,
         groups=len(groups),
         cached=params.remote_prefill_cached_tokens,
-        token_ids=token_ids,
+        token_ids=said.token_ids,
+        passed_on=said.passed_on,
+        digests=said.digests,
+        lease=said.lease,
     )
-    return handle, token_ids
+    return Params(handle, said.token_ids, said.account)
 
 
-def cut_handle(handle: Handle, blocks: int, block_size: int) -> bytes:
-    """The handle for its `blocks` leading blocks alone. P trims block lists from their front, so the token count and every
-    list must be cut together: cutting one of them reads KV of other positions."""
-    members: dict[str, Raw | bytes] = dict(_decode_members(handle.params))
-    groups = msgspec.json.decode(members["remote_block_ids"], type=list[list[int]])
-    members["remote_block_ids"] = _encode([group[:blocks] for group in groups])
-    members["remote_num_tokens"] = _encode(blocks * block_size)
+def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...] | None]:
+    """The handle and the generated ids of `read_params`."""
+    params = read_params(raw)
+    return params.handle, params.token_ids
+
+
+def whole_handle(handle: Handle) -> bytes:
+    """The handle as it came, for a P of ours, which checks and cuts it by itself."""
+    if handle.passed_on is None:
+        return handle.params
+    return join({**_decode_members(handle.params), EXTENSION: Raw(handle.passed_on)})
+
+
+def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = False) -> bytes:
+    """The handle for its `blocks` leading blocks alone, without what our connector says of the whole. P trims block lists
+    from their front, so the token count and every list must be cut together: cutting one of them reads KV of other positions.
+    A P of ours is told that the router proved what it was cut to."""
+    members = _decode_members(handle.params)
+    groups = _decode_groups(members["remote_block_ids"])
+    members["remote_block_ids"] = Raw(_encode([group[:blocks] for group in groups]))
+    members["remote_num_tokens"] = Raw(_encode(blocks * block_size))
+    if to_ours:
+        members[EXTENSION] = extension.PROVEN_BY_TOKENS
     return join(members)
 
 
@@ -510,39 +563,48 @@ class Usage(msgspec.Struct):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
+_decode_usage = msgspec.json.Decoder(Usage).decode
+
+
 def read_usage(raw: Raw | bytes | None) -> Usage | None:
     if raw is None or bytes(raw) == b"null":
         return None
-    return msgspec.json.decode(raw, type=Usage)
+    return _decode_usage(raw)
 
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: Raw = _NULL
+
+
+_decode_choices = msgspec.json.Decoder(list[_Choice]).decode
 
 
 def read_choices(members: Members) -> list[_Choice]:
-    return msgspec.json.decode(members.get("choices", Raw(b"[]")), type=list[_Choice])
+    return _decode_choices(members.get("choices", Raw(b"[]")))
 
 
-def returned_prompt_ids(members: Members, choice: _Choice) -> tuple[int, ...] | None:
+def returned_prompt_ids(members: Members, choice: _Choice) -> Raw:
     """The ids that the engine ran, where `return_token_ids` asked for them: chat has them at the top, completions per choice."""
-    if choice.prompt_token_ids is not None:
+    if bytes(choice.prompt_token_ids) != b"null":
         return choice.prompt_token_ids
-    return msgspec.json.decode(members.get("prompt_token_ids", Raw(b"null")), type=tuple[int, ...] | None)
+    return members.get("prompt_token_ids", _NULL)
+
+
+read_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 def client_answer(members: Members, *, keep_token_ids: bool, note: Mapping[str, object] | None) -> bytes:
     """A whole answer as the client may see it: no transfer parameters, no ids that it did not ask for, our note in `usage`."""
-    out: dict[str, Raw | bytes] = {k: v for k, v in members.items() if k not in FORBIDDEN}
+    out = {key: value for key, value in members.items() if key not in FORBIDDEN}
     if not keep_token_ids:
         if "prompt_token_ids" in out:
-            out["prompt_token_ids"] = b"null"
+            out["prompt_token_ids"] = _NULL
         if "choices" in out:
-            out["choices"] = b"[" + b",".join(map(_without_ids, _decode_list(out["choices"]))) + b"]"
+            out["choices"] = Raw(_encode([_without_ids(choice) for choice in _decode_list(out["choices"])]))
     if note is not None and "usage" in out:
-        out["usage"] = with_note(out["usage"], note)
+        out["usage"] = Raw(with_note(out["usage"], note))
     return join(out)
 
 
@@ -552,27 +614,27 @@ def without_handles(data: bytes) -> bytes:
     if not any(key.encode() in data for key in FORBIDDEN):
         return data
     try:
-        members: dict[str, Raw | bytes] = dict(split(data))
+        members = split(data)
     except MalformedBody:
         return data
     response = bytes(members.get("response", b""))
     cleaned = without_handles(response) if response.startswith(b"{") else response
     kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
     if cleaned != response:
-        kept["response"] = cleaned
+        kept["response"] = Raw(cleaned)
     return join(kept) if cleaned != response or len(kept) < len(members) else data
 
 
-def _without_ids(choice: Raw) -> bytes:
+def _without_ids(choice: Raw) -> Members:
     members = _decode_members(choice)
-    return join({k: b"null" if k in ("token_ids", "prompt_token_ids") else v for k, v in members.items()})
+    return {key: _NULL if key in ("token_ids", "prompt_token_ids") else value for key, value in members.items()}
 
 
 def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
     if bytes(usage) == b"null":
         return bytes(usage)
-    return join({**_decode_members(usage), EXTENSION: _encode(note)})
+    return _encode({**_decode_members(usage), EXTENSION: note})
 
 
 def quotes_handle(body: bytes) -> bool:

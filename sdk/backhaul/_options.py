@@ -32,6 +32,7 @@ class RouterSettings(TypedDict, total=False):
     kv_recompute_threshold: int
     local_max_tokens: int
     prefill_timeout_s: float
+    check_pairs: bool
     decode_timeout_s: float
     connect_timeout_s: float
     max_body_bytes: int

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backhaul_connector.launch import Connector
+
 from ._client import AsyncOpenAI
 from ._conversation import Conversation, ReuseTotal
 from ._demo_agent import Turn, converse
@@ -30,6 +32,7 @@ class Options:
     model: str = "tiny"
     python: str | None = None
     """The Python that has vLLM."""
+    connector: Connector = Connector.BACKHAUL
     json: Path | None = None
 
 
@@ -89,16 +92,18 @@ def main(options: Options) -> int:
 
 def _run_on_engines(options: Options, screen: Screen) -> Result:
     if options.engines == "loopback":
-        return asyncio.run(_on_loopback(screen))
-    with clusters.vllm(options.model, python=options.python, vllm_args=_TOOLS, report=screen.say) as cluster:
+        return asyncio.run(_on_loopback(options, screen))
+    with clusters.vllm(
+        options.model, python=options.python, connector=options.connector, vllm_args=_TOOLS, report=screen.say
+    ) as cluster:
         return asyncio.run(play(cluster, screen))
 
 
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
-async def _on_loopback(screen: Screen) -> Result:
-    async with clusters.loopback(DEMO) as cluster:
+async def _on_loopback(options: Options, screen: Screen) -> Result:
+    async with clusters.loopback(DEMO, connector=options.connector) as cluster:
         return await play(cluster, screen)
 
 

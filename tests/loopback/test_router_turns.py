@@ -277,7 +277,7 @@ async def test_without_a_conversation_nothing_is_kept() -> None:
     async with run_cluster() as cluster:
         answer = await cluster.exact({"messages": opening()}, conversation=None)
         assert answer.reused.reason is Reason.NO_CONVERSATION
-        assert cluster.d.usage == 0
+        await cluster.until(lambda: cluster.d.usage == 0)
 
 
 async def test_with_reuse_off_nothing_is_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,24 @@ def handle(request_id: str = "r", *, tokens: int = 128, **fields: Any) -> Handle
     found, _ = wire.read_handle(encoded(params(request_id, tokens=tokens, **fields)))
     assert found is not None
     return found
+
+
+def says(*, tokens: int = 128, ttl_s: float = 480.0, shared: bool = True, **fields: Any) -> dict[str, Any]:
+    """What a D of ours says beside its handle."""
+    return {
+        "version": 1,
+        "digests": base64.b64encode(bytes(4 * (tokens // BLOCK))).decode(),
+        "block_size": BLOCK,
+        "epoch": "e0",
+        "lease": {"port": 40123, "ttl_s": ttl_s, "shared": shared},
+    } | fields
+
+
+def leased(
+    request_id: str = "r", *, tokens: int = 128, decode: str = D1, deadline: float = 1000.0, **says_more: Any
+) -> Held:
+    """A handle of a D that runs our connector."""
+    return held(request_id, tokens=tokens, decode=decode, deadline=deadline, backhaul=says(tokens=tokens, **says_more))
 
 
 def held(

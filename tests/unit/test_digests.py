@@ -63,3 +63,30 @@ def test_nothing_is_common_with_nothing() -> None:
 def test_what_is_no_token_id_cannot_be_digested(ids: list[int]) -> None:
     with pytest.raises(OverflowError):
         digests.block_chain(ids, 16)
+
+
+CHAINED = st.lists(st.integers(0, 3), max_size=4 * digests.SPAN)
+
+
+@given(st.sampled_from([1, 2]), CHAINED, CHAINED, st.integers(0, 4 * digests.SPAN))
+def test_what_is_known_of_another_sequence_changes_no_chain(
+    size: int, ids: list[int], other: list[int], shared: int
+) -> None:
+    other = ids[:shared] + other
+    found = digests.chains(ids, size, digests.chains(other, size))
+    assert found == digests.chains(ids, size)
+    assert found.blocks == digests.block_chain(ids, size)
+    assert found.spans == digests.block_chain(ids, size * digests.SPAN)
+
+
+@given(st.sampled_from([1, 2]), CHAINED, CHAINED)
+def test_chains_go_on_where_they_ended(size: int, ids: list[int], more: list[int]) -> None:
+    assert digests.extended(digests.chains(ids, size), ids, more, size) == digests.chains(ids + more, size)
+
+
+def test_blocks_of_a_known_prefix_are_not_hashed_again() -> None:
+    ids = range(2 * digests.SPAN + 1)
+    known = digests.chains(ids, 1)
+    marked = digests.Chains(b"\0" * len(known.blocks), known.spans)
+    found = digests.chains(ids, 1, marked)
+    assert found.blocks[: 2 * digests.SPAN * digests.SIZE] == marked.blocks[: 2 * digests.SPAN * digests.SIZE]

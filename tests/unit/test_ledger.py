@@ -9,7 +9,7 @@ import pytest
 from backhaul_router import digests
 from backhaul_router.ledger import Branch, Held, Key, MemoryLedger, Taken
 from backhaul_router.report import Reason
-from core_values import D1, D2, branch, held
+from core_values import D1, D2, branch, held, leased
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -212,6 +212,90 @@ def test_a_turn_that_left_no_handle_says_why() -> None:
     assert take(ledger, b"a").reason is Reason.NO_HANDLE
     settle(ledger, b"b", missing=Reason.NO_PROOF)
     assert take(ledger, b"b").reason is Reason.NO_PROOF
+
+
+# --- shared handles ------------------------------------------------------------------------------------------------------
+
+
+def test_a_shared_handle_is_taken_by_as_many_turns_as_ask() -> None:
+    ledger, left = MemoryLedger(), leased("1")
+    settle(ledger, b"a", handle=left)
+    for _ in range(3):
+        taken = take(ledger, b"a", b"b")
+        assert (taken.held, taken.reason) == (left, None)
+    assert ledger.handles() == (left,)
+
+
+def test_a_superseded_shared_handle_is_returned_when_its_last_taker_is_done() -> None:
+    ledger, left = MemoryLedger(), leased("1")
+    settle(ledger, b"a", handle=left)
+    first, second, third = (take(ledger, b"a", bytes([n])) for n in range(3))
+    assert ledger.settle(KEY, first, branch((b"a", b"b"), held=leased("2")), 0.0) == ()
+    assert ledger.give_back(KEY, second) == ()
+    assert names(ledger.settle(KEY, third, branch((b"a", b"c"), held=leased("3")), 0.0)) == ["1"]
+    assert sorted(names(ledger.handles())) == ["2", "3"]
+
+
+def test_a_shared_handle_that_nobody_else_has_is_superseded_at_once() -> None:
+    ledger = MemoryLedger()
+    settle(ledger, b"a", handle=leased("1"))
+    assert names(settle(ledger, b"a", b"b", handle=leased("2"))) == ["1"]
+
+
+def test_a_turn_of_another_history_leaves_a_shared_handle_where_it_is() -> None:
+    ledger, left = MemoryLedger(), leased("1")
+    settle(ledger, b"a", handle=left)
+    assert settle(ledger, b"other", handle=leased("2")) == ()
+    assert left in ledger.handles()
+    assert take(ledger, b"a").held == left
+
+
+def test_a_shared_handle_that_a_turn_found_void_is_gone_for_all() -> None:
+    ledger = MemoryLedger()
+    settle(ledger, b"a", handle=leased("1"))
+    first, second = take(ledger, b"a"), take(ledger, b"a")
+    assert ledger.lost(KEY, first, Reason.EXPIRED) == ()
+    assert take(ledger, b"a").reason is Reason.EXPIRED
+    assert names(ledger.give_back(KEY, second)) == ["1"]
+
+
+def test_a_turn_can_leave_the_shared_handle_that_it_took() -> None:
+    ledger, left = MemoryLedger(), leased("1")
+    settle(ledger, b"a", handle=left)
+    taken = take(ledger, b"a", b"b")
+    assert ledger.settle(KEY, taken, branch((b"a", b"b"), held=left), 0.0) == ()
+    assert take(ledger, b"a", b"b").held == left
+
+
+def test_what_was_flushed_while_a_turn_ran_is_not_left_again() -> None:
+    ledger, left = MemoryLedger(), leased("1")
+    settle(ledger, b"a", handle=left)
+    taken = take(ledger, b"a", b"b")
+    assert ledger.flush() == ()
+    assert ledger.settle(KEY, taken, branch((b"a", b"b"), held=left), 0.0) == (left,)
+    assert ledger.handles() == ()
+
+
+def test_the_end_of_a_conversation_waits_for_the_turn_that_reads() -> None:
+    ledger, left = MemoryLedger(), leased("1")
+    settle(ledger, b"a", handle=left)
+    taken = take(ledger, b"a", b"b")
+    assert ledger.forget("c") == ()
+    new = leased("2")
+    assert sorted(names(ledger.settle(KEY, taken, branch((b"a", b"b"), held=new), 0.0))) == ["1", "2"]
+
+
+def test_a_renewed_handle_is_used_until_its_new_deadline() -> None:
+    ledger, left = MemoryLedger(), leased("1", deadline=100.0)
+    settle(ledger, b"a", handle=left)
+    assert ledger.held_for("c") == (left,)
+    assert ledger.held_for("nobody") == ()
+    ledger.renewed("c", {left.name: 200.0})
+    assert ledger.sweep(150.0) == ()
+    taken = take(ledger, b"a", now=199.0)
+    assert taken.held is not None
+    ledger.give_back(KEY, taken)
+    assert names(ledger.sweep(200.0)) == ["1"]
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------------
@@ -521,6 +605,92 @@ class Interleaving(RuleBasedStateMachine):
 
 TestInterleaving = Interleaving.TestCase
 TestInterleaving.settings = settings(max_examples=200, stateful_step_count=30)
+
+
+class SharedInterleaving(RuleBasedStateMachine):
+    """The same with handles that several turns can have: each is released once, never while a turn has it, and never lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = MemoryLedger(
+            max_conversations=MAX_CONVERSATIONS, max_branches=MAX_BRANCHES, max_idle_s=MAX_IDLE_S
+        )
+        self.now = 0.0
+        self.made: dict[str, Held] = {}
+        self.released: set[str] = set()
+        self.running: list[Running] = []
+
+    def drop(self, handles: tuple[Held, ...]) -> None:
+        for name in names(handles):
+            assert name not in self.released
+            assert name not in self.taken()
+            self.released.add(name)
+
+    def taken(self) -> set[str]:
+        return {turn.taken.held.handle.request_id for turn in self.running if turn.taken.held is not None}
+
+    def new_handle(self) -> Held:
+        name = str(len(self.made))
+        self.made[name] = leased(name, deadline=self.now + LEASE_S)
+        return self.made[name]
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 16.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(key=KEYS, history=HISTORIES)
+    def a_turn_begins(self, key: Key, history: tuple[bytes, ...]) -> None:
+        taken = self.ledger.take(key, digests.chain(history), self.now, usable)
+        self.drop(taken.drop)
+        assert taken.reason is not Reason.IN_USE
+        if taken.held is not None:
+            assert taken.held.handle.request_id not in self.released
+        self.running.append(Running(key, 0, history, taken))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), end=st.sampled_from(["settle", "carry over", "leave nothing", "give back", "lost"]))
+    def a_turn_ends(self, data: st.DataObject, end: str) -> None:
+        turn = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if end == "give back":
+            self.drop(self.ledger.give_back(turn.key, turn.taken))
+        elif end == "lost" and turn.taken.held is not None:
+            self.drop(self.ledger.lost(turn.key, turn.taken, Reason.EXPIRED))
+        else:
+            left = self.new_handle() if end == "settle" else turn.taken.held if end == "carry over" else None
+            new = branch(turn.history, held=left)
+            self.drop(self.ledger.settle(turn.key, turn.taken, new, self.now))
+
+    @rule(name=st.sampled_from("xy"))
+    def a_conversation_ends(self, name: str) -> None:
+        self.drop(self.ledger.forget(name))
+
+    @rule()
+    def everything_is_flushed(self) -> None:
+        self.drop(self.ledger.flush())
+
+    @rule()
+    def the_ledger_is_swept(self) -> None:
+        self.drop(self.ledger.sweep(self.now))
+
+    @rule(name=st.sampled_from("xy"))
+    def a_conversation_is_renewed(self, name: str) -> None:
+        deadlines = {held.name: self.now + LEASE_S for held in self.ledger.held_for(name)}
+        self.ledger.renewed(name, deadlines)
+
+    @invariant()
+    def every_handle_is_on_file_or_taken_or_released(self) -> None:
+        on_file = set(names(self.ledger.handles()))
+        assert on_file.isdisjoint(self.released)
+        assert on_file | self.taken() | self.released == self.made.keys()
+
+    @invariant()
+    def what_nobody_has_is_forgotten(self) -> None:
+        assert self.ledger._left.keys() <= {(D1, name) for name in self.taken()}
+        assert {name for _, name in self.ledger._takers} == self.taken()
+
+
+TestSharedInterleaving = SharedInterleaving.TestCase
+TestSharedInterleaving.settings = settings(max_examples=200, stateful_step_count=30)
 
 
 def test_a_branch_keeps_its_number_when_its_handle_changes() -> None:

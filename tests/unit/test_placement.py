@@ -9,9 +9,9 @@ import pytest
 from backhaul_router import digests
 from backhaul_router.fleet import Fleet, Role
 from backhaul_router.ledger import Held, Taken
-from backhaul_router.placement import NoEngine, Placement, Prompt, place, reusable_blocks
+from backhaul_router.placement import NoEngine, Placement, Prompt, needs_ids, place, reusable_blocks
 from backhaul_router.report import Proof, Reason, Route
-from core_values import BLOCK, D1, D2, P1, P2, branch, config, fleet, held, taken
+from core_values import BLOCK, D1, D2, P1, P2, branch, config, engine, fleet, held, leased, taken
 
 RAN = list(range(1000, 1256))
 """What the decode engine ran: sixteen blocks."""
@@ -144,6 +144,80 @@ def test_a_short_history_is_below_the_threshold() -> None:
 @pytest.mark.parametrize("holds", [1, 15])
 def test_a_handle_of_less_than_a_block_is_never_read(holds: int) -> None:
     assert placed(LONG, left(RAN[:holds])).route is Route.COLD
+
+
+# --- by the connector ----------------------------------------------------------------------------------------------------
+
+
+def checked(**fields: Any) -> Taken:
+    """A history whose handle carries digests, and whose ids nobody knows."""
+    return left(handle=leased(tokens=256), blocks=b"", **fields)
+
+
+def test_a_handle_that_prefill_checks_by_itself_needs_no_ids() -> None:
+    found = placed(None, checked(), fleet(connector=1), no_proof=True)
+    assert (found.route, found.proof, found.reason) == (Route.WARM, Proof.CONNECTOR, None)
+
+
+def test_a_stock_prefill_engine_cannot_check_it() -> None:
+    assert placed(None, checked()).reason is Reason.NO_PROOF
+
+
+def test_of_several_prefill_engines_one_that_checks_is_taken_unless_another_had_the_last_turn() -> None:
+    on = Fleet([engine(P1), engine(P2, connector=1), engine(D1, connector=1)])
+    assert (found := placed(None, checked(prefill=None), on)).prefill is not None
+    assert (found.prefill.url, found.route) == (P2, Route.WARM)
+    assert (found := placed(None, checked(prefill=P1), on)).prefill is not None
+    assert (found.prefill.url, found.route) == (P1, Route.COLD)
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(48, Reason.BELOW_THRESHOLD), (64, None)])
+def test_a_handle_of_fewer_tokens_than_the_threshold_is_not_offered(tokens: int, reason: Reason | None) -> None:
+    history = left(handle=leased(tokens=tokens), blocks=b"")
+    assert placed(None, history, fleet(connector=1)).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "common", "route"), [(120, 1, Route.LOCAL), (120, 0, Route.WARM), (2000, 1, Route.WARM)]
+)
+def test_a_short_suffix_of_the_same_history_is_local(bytes_: int, common: int, route: Route) -> None:
+    history = left(handle=leased(tokens=256), blocks=b"", message_bytes=100, common=common)
+    found = place(Prompt(bytes_), history, fleet(connector=1), config())
+    assert isinstance(found, Placement)
+    assert found.route is route
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "digests_", "needed"),
+    [(1, 1, True, False), (1, 1, False, True), (None, 1, True, True), (1, None, True, True)],
+)
+def test_ids_are_needed_where_somebody_does_not_check(
+    p: int | None, d: int | None, digests_: bool, needed: bool
+) -> None:
+    on = Fleet([engine(P1, connector=p), engine(D1, connector=d)])
+    assert needs_ids(checked() if digests_ else left(), on) is needed
+
+
+def test_ids_are_not_needed_for_a_first_turn_of_engines_that_check() -> None:
+    assert not needs_ids(Taken(reason=Reason.FIRST_TURN), fleet(connector=1))
+    assert needs_ids(Taken(reason=Reason.FIRST_TURN), fleet())
+
+
+# --- unsafe pairs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_is_unsafe_is_cold() -> None:
+    on = fleet()
+    on.note_pair(P1, D1, "hangs")
+    assert placed(LONG, left(), on).reason is Reason.UNSAFE_PAIR
+    assert placed([1, *LONG], left(common=0), on).reason is Reason.DIVERGED
+
+
+def test_another_prefill_engine_reads_where_the_one_before_cannot() -> None:
+    on = fleet(P1, P2, D1)
+    on.note_pair(P1, D1, "hangs")
+    found = placed(LONG, left(prefill=P1), on)
+    assert (found.route, found.prefill and found.prefill.url) == (Route.WARM, P2)
 
 
 # --- local ---------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
 from backhaul_router.errors import ConfigError
-from backhaul_router.fleet import Engine, Fleet, Role, check_fit
+from backhaul_router.fleet import Engine, Fleet, Holder, Role, check_fit
 from backhaul_router.probe import Unreachable, describe
 from core_values import D1, D2, P1, P2, engine
 
@@ -88,6 +88,35 @@ async def test_an_engine_without_metrics_cannot_be_proven_against(metrics: Any) 
 @pytest.mark.parametrize("line", ["", 'backhaul_plugin_info{version="2"} 1.0\n', "# HELP backhaul_plugin_info x\n"])
 async def test_streams_show_handles_only_with_the_plugin_that_is_known(line: str) -> None:
     assert not (await probe(metrics=METRICS + line)).streams_handles
+
+
+CONNECTOR = """\
+backhaul_connector_info{version="1"} 1.0
+backhaul_offered_tokens_total{engine="0",model_name="m"} 128.0
+backhaul_offered_tokens_total{engine="1",model_name="m"} 1.024e+06
+backhaul_verified_tokens_total{engine="0",model_name="m"} 96.0
+"""
+
+
+async def test_an_engine_of_ours_says_so_and_how_far_it_has_counted() -> None:
+    found = await probe(metrics=METRICS + PLUGIN + CONNECTOR)
+    assert found.connector == 1
+    assert found.at_start == {"offered": 1_024_128, "verified": 96, "pulled": 0}
+
+
+@pytest.mark.parametrize(
+    "line", ["", 'backhaul_connector_info{version="2"} 1.0\n', "# HELP backhaul_connector_info x\n"]
+)
+async def test_a_connector_that_is_not_known_is_stock(line: str) -> None:
+    found = await probe(metrics=METRICS + line)
+    assert (found.connector, found.at_start) == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("streams", "connector", "hides"), [(True, None, False), (False, None, True), (False, 1, False)]
+)
+def test_only_a_stock_stream_pins_where_no_one_can_reach(streams: bool, connector: int | None, hides: bool) -> None:
+    assert engine(D1, streams_handles=streams, connector=connector).hides_handles is hides
 
 
 @pytest.mark.parametrize("status", [403, 404, 500])
@@ -223,3 +252,47 @@ def test_the_fleet_tells_what_it_does() -> None:
     assert repr(fleet) == f"<Fleet 1 prefill, 1 decode; in flight {{{D1}: 1}}>"
     fleet.end(decode)
     assert repr(fleet) == "<Fleet 1 prefill, 1 decode; in flight {}>"
+
+
+# --- engines of ours -----------------------------------------------------------------------------------------------------
+
+
+def test_one_that_checks_handles_goes_before_others_after_the_preferred_one() -> None:
+    fleet = Fleet([engine(P1), engine(P2, connector=1), engine(D1)])
+    fleet.begin(engine(P2))
+    assert (picked := fleet.pick(Role.PREFILL)) is not None
+    assert picked.url == P1
+    assert (picked := fleet.pick(Role.PREFILL, verifying=True)) is not None
+    assert picked.url == P2
+    assert (picked := fleet.pick(Role.PREFILL, P1, verifying=True)) is not None
+    assert picked.url == P1
+
+
+def test_leases_that_are_due_are_handed_out_once_and_by_rank() -> None:
+    fleet, holder = Fleet([engine(P1), engine(D1, connector=1)]), Holder.of(D1, "id_dp3")
+    assert holder == Holder(D1, "3")
+    fleet.release_later(Holder(D1), ["a"])
+    fleet.release_later(Holder(D1), ["b"])
+    fleet.release_later(holder, ["c"])
+    assert set(fleet.releasing) == {Holder(D1), holder}
+    assert fleet.to_release(Holder(D1)) == ("a", "b")
+    assert fleet.to_release(Holder(D1)) == ()
+    assert fleet.to_release(holder) == ("c",)
+
+
+def test_data_parallel_ranks_are_addressed_as_they_are_seen() -> None:
+    fleet, decode = Fleet([engine(P1), engine(D1, connector=1)]), engine(D1, connector=1)
+    assert fleet.holders(decode) == (Holder(D1),)
+    for engine_id in ("a_dp1", "a_dp0", "a_dp1"):
+        fleet.saw_engine_id(decode, engine_id)
+    assert fleet.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
+
+
+def test_what_is_known_of_a_pair_can_change() -> None:
+    fleet = Fleet([engine(P1), engine(P2, connector=1), engine(D1)])
+    assert not fleet.is_checked(P1, D1)
+    assert fleet.is_checked(P2, D1)
+    fleet.note_pair(P1, D1, "hangs")
+    assert (fleet.is_checked(P1, D1), fleet.unsafe_for(D1), fleet.unsafe_for(D2)) == (True, {P1}, frozenset())
+    fleet.note_pair(P1, D1, None)
+    assert (fleet.is_checked(P1, D1), fleet.unsafe_for(D1), fleet.unsafe_pairs) == (True, frozenset(), {})

@@ -26,7 +26,7 @@ from backhaul_router.effects import (
     Took,
 )
 from backhaul_router.errors import Leg
-from backhaul_router.ledger import Held
+from backhaul_router.ledger import Branch, Held, Taken
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.turn import Done, UnexpectedEvent
 from backhaul_router.wire import Endpoint, Facts
@@ -370,6 +370,21 @@ def test_the_last_generated_token_is_on_record_only_once_another_follows(generat
     assert digests.count(drive.filed.blocks) == blocks
     assert drive.filed.held is not None
     assert drive.filed.held.tokens == drive.filed.tokens == 199 + generated
+
+
+@pytest.mark.parametrize("edited", [None, 3, 700, 1199])
+def test_a_long_prompt_s_blocks_are_on_record_whatever_of_them_the_history_had(edited: int | None) -> None:
+    def answer(drive: Drive, ids: tuple[int, ...]) -> Branch:
+        drive.feed(rendered(ids), prefilled(prompt=len(ids), cached=0), BODY)
+        drive.feed(whole(prompt_token_ids=list(ids)), Ended())
+        assert drive.filed.blocks == digests.block_chain((*ids, 1, 2), BLOCK)
+        assert drive.filed.spans == digests.block_chain((*ids, 1, 2), BLOCK * digests.SPAN)
+        return drive.filed
+
+    ids = tuple(range(1200))
+    before = answer(Drive(FIRST), ids)
+    longer = tuple(7 if at == edited else one for at, one in enumerate((*ids, 1, 2, 3, *range(500))))
+    answer(Drive(Taken(1, 2, before, before.held, None, 1)), longer)
 
 
 def test_without_the_generated_ids_only_the_prompt_is_on_record() -> None:

@@ -13,6 +13,7 @@ from backhaul_router.effects import (
     Call,
     Chunk,
     Ended,
+    EndLease,
     Event,
     Failed,
     GiveBack,
@@ -24,12 +25,13 @@ from backhaul_router.effects import (
     Settle,
 )
 from backhaul_router.errors import Leg
+from backhaul_router.fleet import Fleet, Holder
 from backhaul_router.identity import Identity
-from backhaul_router.ledger import Held
+from backhaul_router.ledger import Held, Taken
 from backhaul_router.report import Route
 from backhaul_router.turn import Collecting, Done, Relaying
 from backhaul_router.wire import Endpoint
-from core_values import D1, D2, P1, P2, facts, fleet, handle
+from core_values import D1, D2, P1, P2, encoded, engine, facts, fleet, handle, leased, params, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from turn_drive import (
@@ -84,6 +86,9 @@ class Journey:
         identity = self.draw(st.sampled_from([Identity("c", "scope"), None]))
         if identity is None:
             self.owed.clear()
+        self.setting(urls, renders, taken, identity)
+
+    def setting(self, urls: list[str], renders: bool, taken: Taken, identity: Identity | None) -> None:
         self.drive = Drive(
             taken,
             request=self.draw(st.sampled_from(REQUESTS)),
@@ -285,6 +290,90 @@ REQUESTS = [
     facts(messages=[*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]),
     facts({"model": "m", "prompt": list(PROMPT)}, Endpoint.COMPLETIONS),
 ]
+
+
+class ConnectorJourney(Journey):
+    """The same over engines some of which run our connector, with a handle that is shared. What becomes of stock handles is
+    `Journey`'s; here each turn says once that it is done with the shared one, and every lease is filed or ended."""
+
+    def setting(self, urls: list[str], renders: bool, taken: Taken, identity: Identity | None) -> None:
+        engines = [
+            engine(url, renders=renders, connector=self.draw(st.sampled_from([1, 1, None])), streams_handles=True)
+            for url in urls
+        ]
+        if taken.held is not None and taken.branch is not None:
+            left = leased(OLD)
+            on_file = dataclasses.replace(taken.branch, held=left)
+            taken = dataclasses.replace(taken, branch=on_file, held=left)
+        self.taken = taken if identity is not None else Taken()
+        on = Fleet(engines)
+        on.release_later(Holder(D1), ["due"])
+        self.drive = Drive(
+            taken,
+            request=self.draw(st.sampled_from(REQUESTS)),
+            on=on,
+            identity=identity,
+            route=self.draw(st.sampled_from([None, None, *Route])),
+            local_max_tokens=self.draw(st.sampled_from([0, 100])),
+            reuse=self.draw(st.sampled_from([True, True, True, False])) if taken.held is None else True,
+        )
+
+    def sent_to_prefill(self, call: Call, *, unread: bool) -> None:
+        """A shared handle may be read twice."""
+        body = json.loads(call.body)
+        given = body["kv_transfer_params"]
+        said, proven = given.get("backhaul"), "prompt_token_ids" in given or isinstance(body.get("prompt"), list)
+        if call.engine.connector is None:
+            assert said is None
+            assert "remote_request_id" not in given or proven, "an unproven handle went to a stock P"
+        elif "remote_request_id" in given:
+            assert "digests" in said or (said == {"version": 1, "proof": "tokens"} and proven)
+
+    def answer(self) -> None:
+        need = self.drive.need
+        if isinstance(need, Call) and need.leg is Leg.PREFILL and self.draw(st.booleans()):
+            why = self.draw(st.sampled_from([None, "local_hit", "diverged", "expired", "read_failed", "odd"]))
+            account = {"prompt": len(PROMPT), "local": 0, "verified": 0, "pulled": 0 if why else 96, "why": why}
+            self.sent_to_prefill(need, unread=False)
+            given = json.loads(prefilled(self.new("p")).body)
+            if need.engine.connector:
+                given["kv_transfer_params"]["backhaul"] = {"version": 1, "account": account}
+            self.drive.feed(Answered(200, JSON, encoded(given)))
+        elif isinstance(need, Read) and self.reading.engine.connector and self.draw(st.booleans()):
+            name = self.the_handle()
+            left = {**params(name), "backhaul": says()}
+            streams = isinstance(self.drive.state, Relaying)
+            self.drive.feed(
+                sse({**finish(name), "kv_transfer_params": left}) if streams else whole(kv_transfer_params=left)
+            )
+            self.leases.add(name)
+        else:
+            super().answer()
+
+    def run(self) -> None:
+        self.leases: set[str] = set()
+        super().run()
+
+    def check(self) -> None:
+        drive = self.drive
+        self.check_answer(drive)
+        done = [
+            action for kind in (GiveBack, Lost, Settle) for action in drive.all(kind) if action.taken.held is not None
+        ]
+        assert len(done) == (self.taken.held is not None), "a turn says once that it is done with a shared handle"
+        assert OLD not in [lease.id for lease in drive.all(EndLease)], "what others may have is the ledger's to release"
+        ended = [lease.id for lease in drive.all(EndLease)]
+        filed = {s.branch.held.handle.request_id for s in drive.all(Settle) if s.branch.held is not None}
+        assert filed.isdisjoint(ended)
+        asked = [need for need in drive.needs if isinstance(need, Open) and b'"due"' in need.body]
+        on_the_way = drive.fleet.to_release(Holder(D1)) == ("due",)
+        assert on_the_way or asked or "due" in ended, "a lease that was due is forgotten"
+
+
+@settings(max_examples=6 * settings().max_examples)
+@given(st.data())
+def test_every_turn_of_our_connector_is_done_with_its_handle_once(data: st.DataObject) -> None:
+    ConnectorJourney(data).run()
 
 
 @settings(max_examples=6 * settings().max_examples)

@@ -682,7 +682,7 @@ def test_token_counts_are_read() -> None:
 def test_prompt_ids_are_found_where_each_endpoint_puts_them() -> None:
     def ids(body: dict[str, Any]) -> object:
         members = wire.split(encoded(body))
-        return wire.returned_prompt_ids(members, wire.read_choices(members)[0])
+        return wire.read_ids(wire.returned_prompt_ids(members, wire.read_choices(members)[0]))
 
     assert ids({"choices": [{}], "prompt_token_ids": [1]}) == (1,)
     assert ids({"choices": [{"prompt_token_ids": [2]}]}) == (2,)

@@ -89,7 +89,7 @@ class Drive:
         self.actions: list[Action] = []
         self.needs: list[Need] = []
         given = request or facts(messages=MESSAGES)
-        cfg = config(**{"local_max_tokens": 0, **settings})
+        cfg = config(**{"local_max_tokens": 0, "check_pairs": False, **settings})
         self.turn = Turn(given, identity, cfg, self.fleet, self.now, route)
         self.state: State | Done = Done()
         self._follow(self.turn.begin(self.now))

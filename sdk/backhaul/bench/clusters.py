@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from backhaul_connector.interpreter import find
-from backhaul_connector.launch import Device, Engines, EnginesConfig, LaunchError
+from backhaul_connector.launch import Connector, Device, Engines, EnginesConfig
 from backhaul_connector.loopback import CostModel, RealClock, VirtualClock, loopback_pair
 from backhaul_connector.models import BUILT_IN
 
@@ -32,6 +29,7 @@ class Cluster:
     model: str
     title: str
     """What the engines are, for people; says so where figures come from a cost model."""
+    connector: Connector = Connector.STOCK
     costs: CostModel | None = None
     """The cost model, for engines that have one; `None` means that times are measured."""
     setup: Setup | None = None
@@ -47,6 +45,7 @@ class Cluster:
             "kind": "vllm" if costs is None else "loopback",
             "title": self.title,
             "model": self.model,
+            "connector": str(self.connector),
             "setup": self.setup.name if self.setup else None,
             "costs": {name: getattr(costs, name) for name in _COSTS} if costs else None,
             "virtual_time": self.virtual,
@@ -57,16 +56,21 @@ _COSTS = ("fixed_s", "prefill_s", "transfer_s", "decode_s", "render_s")
 
 
 @contextlib.asynccontextmanager
-async def loopback(setup: Setup, *, virtual: bool = False) -> AsyncIterator[Cluster]:
+async def loopback(
+    setup: Setup, *, connector: Connector = Connector.BACKHAUL, virtual: bool = False
+) -> AsyncIterator[Cluster]:
     """Loopback engines in the running event loop. In virtual time their figures are the cost model's own, whatever else
     this machine does."""
     clock = VirtualClock(auto=True) if virtual else RealClock()
-    async with loopback_pair(clock=clock, costs=setup.costs, prefill={"prefix_caching": False}) as pair:
+    async with loopback_pair(
+        clock=clock, costs=setup.costs, connector=str(connector), prefill={"prefix_caching": False}
+    ) as pair:
         yield Cluster(
             prefill=pair.prefill.url,
             decode=pair.decode.url,
             model=pair.model,
-            title=f"loopback engines, {setup.title}",
+            connector=connector,
+            title=f"loopback engines, {setup.title}, {connector} connector",
             costs=setup.costs,
             setup=setup,
             clock=clock.now,
@@ -79,6 +83,7 @@ def vllm(
     model: str,
     *,
     python: str | None = None,
+    connector: Connector = Connector.BACKHAUL,
     vllm_args: Sequence[str] = (),
     max_model_len: int | None = None,
     report: Callable[[str], None] = lambda _: None,
@@ -91,27 +96,20 @@ def vllm(
         model=model,
         python=found.path,
         device=found.device,
+        connector=connector,
         dtype="float32" if on_cpu and model in BUILT_IN else None,
         max_model_len=max_model_len,
         prefill_prefix_caching=False,
         vllm_args=tuple(vllm_args),
     )
-    logs = Path(tempfile.mkdtemp(prefix="backhaul-"))
-    keep = False
-    try:
-        with Engines(config, logs=logs, report=report) as engines:
-            yield Cluster(
-                prefill=engines.prefill[0].url,
-                decode=engines.decode[0].url,
-                model=engines.model,
-                title=f"vLLM {found.vllm} on {'this CPU' if on_cpu else 'GPUs'}, model {engines.model}",
-            )
-    except LaunchError:
-        keep = True
-        raise
-    finally:
-        if not keep:
-            shutil.rmtree(logs, ignore_errors=True)
+    with Engines(config, report=report) as engines:
+        yield Cluster(
+            prefill=engines.prefill[0].url,
+            decode=engines.decode[0].url,
+            model=engines.model,
+            connector=connector,
+            title=f"vLLM {found.vllm} on {'this CPU' if on_cpu else 'GPUs'}, model {engines.model}, {connector} connector",
+        )
 
 
 INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""What `backhaul bench ttft` does: engines, the measurement, and what is written down of it."""
+"""What `backhaul bench ttft` and `overhead` do: engines, the measurement, and what is written down of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backhaul_connector.launch import Connector
 from backhaul_connector.models import BUILT_IN
 
-from . import clusters, plots, table
+from . import clusters, overhead, overhead_table, plots, table
 from .clusters import Cluster
 from .setups import QWEN3_32B, SETUPS, Setup
 from .ttft import ANSWER_TOKENS, Plan, Result, measure
@@ -35,6 +36,7 @@ class Options:
     """Which cost model loopback engines run on."""
     model: str = "tiny"
     python: str | None = None
+    connector: Connector = Connector.BACKHAUL
     vllm_args: Sequence[str] = ()
     prompt_tokens: tuple[int, ...] | None = None
     new_tokens: int | None = None
@@ -68,15 +70,51 @@ class Options:
         return plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class OverheadOptions:
+    """Those of `backhaul bench overhead`."""
+
+    body_bytes: tuple[int, ...] = (2_000, 200_000)
+    concurrency: tuple[int, ...] = (1, 32)
+    turns: int = 200
+    json: Path | None = None
+
+    def cases(self) -> list[overhead.Case]:
+        """Raises `OptionsError`."""
+        if self.turns < 1 or min(self.concurrency) < 1:
+            raise OptionsError("--turns and --concurrency: 1 or more")
+        for size in self.body_bytes:
+            if not overhead.SIZES.start <= size < overhead.SIZES.stop:
+                raise OptionsError(f"--body-bytes {size}: from {overhead.SIZES.start} to {overhead.SIZES.stop - 1}")
+        return overhead.cases(self.body_bytes, self.concurrency, self.turns)
+
+
+def measure_overhead(options: OverheadOptions) -> int:
+    """Measures, and returns the exit status. Raises `OptionsError`, `OSError`, `overhead.NotWarm`."""
+    cases = options.cases()
+    try:
+        with clusters.termination_interrupts():
+            rows = asyncio.run(overhead.measure(cases, _say))
+    except KeyboardInterrupt:
+        _say("stopped")
+        return clusters.INTERRUPTED
+    out = table.console()
+    out.print(overhead_table.table(rows))
+    for line in overhead_table.notes(rows):
+        out.print(line)
+    if options.json is not None:
+        options.json.write_text(json.dumps(overhead_table.to_dict(rows), indent=1) + "\n")
+    return 0
+
+
 def main(options: Options) -> int:
     """Measures, and returns the exit status: 1 if the routes gave different answers. Raises `OptionsError`, `LaunchError`."""
     plan = options.plan()
     try:
         with clusters.termination_interrupts():
-            if options.engines == "loopback":
-                result = asyncio.run(_on_loopback(options.chosen_setup(), plan))
-            else:
-                result = _on_vllm(options, plan)
+            result = (
+                asyncio.run(_on_loopback(options, plan)) if options.engines == "loopback" else _on_vllm(options, plan)
+            )
     except KeyboardInterrupt:
         _say("stopped")
         return clusters.INTERRUPTED
@@ -84,8 +122,8 @@ def main(options: Options) -> int:
     return 0 if result.answers_equal else 1
 
 
-async def _on_loopback(setup: Setup, plan: Plan) -> Result:
-    async with clusters.loopback(setup, virtual=True) as cluster:
+async def _on_loopback(options: Options, plan: Plan) -> Result:
+    async with clusters.loopback(options.chosen_setup(), connector=options.connector, virtual=True) as cluster:
         return await _measure(cluster, plan)
 
 
@@ -95,6 +133,7 @@ def _on_vllm(options: Options, plan: Plan) -> Result:
     with clusters.vllm(
         options.model,
         python=options.python,
+        connector=options.connector,
         vllm_args=options.vllm_args,
         max_model_len=max(built_in.max_model_len, longest) if built_in else None,
         report=_say,

@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,10 +136,14 @@ async def measure(cluster: Cluster, plan: Plan, progress: Callable[[str], None] 
 class _Talker:
     """One conversation on one route."""
 
-    def __init__(self, cluster: Cluster, client: openai.AsyncOpenAI, route: str) -> None:
+    def __init__(
+        self, cluster: Cluster, client: openai.AsyncOpenAI, route: str, quiet: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`quiet` returns when the engines have nothing left to do for earlier turns."""
         self.cluster = cluster
         self.client = client
         self.route = route
+        self.quiet = quiet
         self.conversation = Conversation()
         self.salt = uuid.uuid4().hex
         self.ids: list[int] = []
@@ -173,6 +177,7 @@ class _Talker:
 
     async def measured(self, http: httpx2.AsyncClient, new: Sequence[int], prompt_tokens: int) -> Sample:
         engine = self.cluster.decode if self.route == "local" else self.cluster.prefill
+        await self.quiet()
         before = await scrape.times(http, engine)
         ttft_ms, report, answer = await self.turn(new)
         read_ms: float | None = 0.0
@@ -202,10 +207,19 @@ async def _talkers(cluster: Cluster) -> AsyncIterator[Callable[[str], _Talker]]:
     settings["local"] = {"route": Route.LOCAL}
     module = _http.openais_http_module()
     async with AsyncExitStack() as stack:
-        clients = {}
+        clients: dict[str, openai.AsyncOpenAI] = {}
+        routers: list[Router] = []
+
+        async def quiet() -> None:
+            for router in routers:
+                await router.settled()
+
         for route in ROUTES:
-            config = RouterConfig(prefill=(cluster.prefill,), decode=(cluster.decode,), **settings[route])
-            transport = make_async_transport(Router(config, clock=cluster.clock), module)
+            config = RouterConfig(
+                prefill=(cluster.prefill,), decode=(cluster.decode,), check_pairs=False, **settings[route]
+            )
+            routers.append(Router(config, clock=cluster.clock))
+            transport = make_async_transport(routers[-1], module)
             clients[route] = await stack.enter_async_context(
                 openai.AsyncOpenAI(
                     base_url=_http.EMBEDDED_URL,
@@ -215,7 +229,7 @@ async def _talkers(cluster: Cluster) -> AsyncIterator[Callable[[str], _Talker]]:
                 )
             )
             await clients[route].models.list()
-        yield lambda route: _Talker(cluster, clients[route], route)
+        yield lambda route: _Talker(cluster, clients[route], route, quiet)
 
 
 async def _conversation(

@@ -1,0 +1,86 @@
+"""The table of `backhaul bench overhead`, and its JSON."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from .overhead import Row
+
+LIMIT_MS = 1.0
+"""What the embedded router may add to the median turn of 2 kB, one at a time."""
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line a case."""
+    made = Table(
+        title="What the router adds to a warm turn, in ms\nover the three engine calls that it makes, on loopback engines",
+        caption="CPU per turn: direct and embedded are this process, served is the router's, and so is RSS (MB)",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        header_style="bold",
+        title_style="bold",
+    )
+    for name in ("body", "answer", "at a time", "turns", "direct p50", "p99", "CPU"):
+        made.add_column(name, justify="left" if name == "answer" else "right")
+    for variant in ("embedded", "served"):
+        for name in (f"{variant} p50", "p99", "CPU"):
+            made.add_column(name, justify="right")
+    made.add_column("RSS", justify="right")
+    for case in by_case(rows):
+        direct, *routed = case
+        made.add_row(
+            f"{direct.body_bytes / 1000:,.0f} kB",
+            "stream" if direct.stream else "whole",
+            str(direct.concurrency),
+            str(direct.turns),
+            *map(_figure, (direct.p50_ms, direct.p99_ms, direct.cpu_ms)),
+            *(cell for row in routed for cell in _added(row)),
+            _figure(routed[-1].rss_mb),
+        )
+    return made
+
+
+def by_case(rows: Iterable[Row]) -> list[list[Row]]:
+    """The variants of each case together, in their order."""
+    return [list(case) for _, case in itertools.groupby(rows, lambda r: (r.body_bytes, r.stream, r.concurrency))]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know."""
+    lines = [
+        f"Everything shares {os.cpu_count()} cores here: with many turns at a time, what is added is mostly waiting for a core."
+    ]
+    for row in rows:
+        if row.variant == "embedded" and row.concurrency == 1 and not row.stream and row.body_bytes < 4_000:
+            holds = "under" if row.added_p50_ms < LIMIT_MS else "NOT under"
+            lines.append(
+                f"Embedded, {row.body_bytes / 1000:,.0f} kB, one at a time: {row.added_p50_ms:.2f} ms added to the median turn, "
+                f"{holds} {LIMIT_MS:g} ms."
+            )
+    return lines
+
+
+def to_dict(rows: Sequence[Row]) -> dict[str, Any]:
+    """For the JSON file."""
+    return {
+        "engines": {"kind": "loopback", "costs": None},
+        "cores": os.cpu_count(),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _added(row: Row) -> tuple[str, ...]:
+    return _figure(row.added_p50_ms, "+"), _figure(row.added_p99_ms, "+"), _figure(row.cpu_ms)
+
+
+def _figure(value: float | None, sign: str = "") -> str:
+    if value is None:
+        return "-"
+    return f"{value:{sign},.{2 if abs(value) < 50 else 0}f}"

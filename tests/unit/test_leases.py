@@ -1,0 +1,253 @@
+"""What engines keep for the router is released in batches, by name where the engine knows names, and failures are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from backhaul_router.audit import compare
+from backhaul_router.effects import EndLease
+from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
+from backhaul_router.extension import Account
+from backhaul_router.fleet import Fleet, Holder
+from backhaul_router.leases import LeaseError, Leases
+from core_values import D1, D2, P1, P2, encoded, engine, held, leased
+
+Respond = Callable[[EngineCall], EngineAnswer]
+
+
+def did(call: EngineCall) -> EngineAnswer:
+    """An engine of ours that does what it is told; a stock one's rejection."""
+    params = json.loads(call.body or b"{}")["kv_transfer_params"]
+    if "backhaul" not in params:
+        return EngineAnswer(404, {}, b"{}")
+    asked = params["backhaul"]["leases"]
+    renewed = {id: asked["ttl_s"] for id in asked.get("renew", ()) if id != "gone"}
+    leases = {"released": asked.get("release", []), "renewed": renewed, "count": 1, "blocks": 2}
+    return EngineAnswer(200, {}, encoded({"kv_transfer_params": {"backhaul": {"leases": leases}}}))
+
+
+class Client:
+    def __init__(self, respond: Respond = did) -> None:
+        self.respond = respond
+        self.calls: list[EngineCall] = []
+
+    async def call(self, request: EngineCall) -> EngineAnswer:
+        self.calls.append(request)
+        return self.respond(request)
+
+    async def open(self, request: EngineCall) -> Any:
+        raise AssertionError("nothing is streamed")
+
+    async def aclose(self) -> None:
+        pass
+
+    @property
+    def asked(self) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
+        """Of each lease operation: the engine, the headers, what it was told."""
+        return [
+            (call.url.removesuffix("/v1/completions"), dict(call.headers), params["backhaul"]["leases"])
+            for call in self.calls
+            if "backhaul" in (params := json.loads(call.body or b"{}")["kv_transfer_params"])
+        ]
+
+
+class Kept:
+    """Leases of two decode engines of ours, and what they were asked."""
+
+    def __init__(self, respond: Respond = did) -> None:
+        self.fleet = Fleet([engine(P1), engine(P2), engine(D1, connector=1), engine(D2, connector=1)])
+        self.client = Client(respond)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.leases = Leases(self.client, self.fleet, self.spawn)
+
+    def spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.append(task)
+        return task
+
+    async def done(self) -> None:
+        await asyncio.gather(*self.tasks)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        return self.fleet.counters.releases, self.fleet.counters.failed_releases
+
+
+async def test_each_engine_is_told_once_of_all_that_it_can_free() -> None:
+    kept = Kept()
+    await kept.leases.end_now([leased("a"), leased("b"), leased("c", decode=D2)])
+    assert sorted(kept.client.asked) == [(D1, {}, {"release": ["a", "b"]}), (D2, {}, {"release": ["c"]})]
+    assert kept.counted == (3, 0)
+
+
+async def test_a_stock_handle_goes_by_way_of_prefill() -> None:
+    kept = Kept()
+    await kept.leases.end_now([held("a")])
+    assert (kept.client.asked, len(kept.client.calls), kept.client.calls[0].url) == ([], 1, f"{P1}/v1/completions")
+    assert kept.counted == (1, 0)
+
+
+async def test_a_data_parallel_rank_is_told_of_its_own() -> None:
+    kept = Kept()
+    ranks = [leased(str(rank), decode=D1) for rank in range(2)]
+    handles = [held(h.handle.request_id, engine_id=f"e_dp{n}", backhaul=SAYS) for n, h in enumerate(ranks)]
+    await kept.leases.end_now(handles)
+    assert sorted(kept.client.asked, key=str) == [
+        (D1, {"x-data-parallel-rank": "0"}, {"release": ["0"]}),
+        (D1, {"x-data-parallel-rank": "1"}, {"release": ["1"]}),
+    ]
+
+
+SAYS = {"version": 1, "lease": {"ttl_s": 480.0, "shared": True}}
+
+
+async def test_what_a_turn_has_no_use_for_is_released_at_once_and_together() -> None:
+    kept = Kept()
+    for lease in ("a", "b"):
+        kept.leases.end_one(EndLease(Holder(D1), lease))
+    await kept.done()
+    assert kept.client.asked == [(D1, {}, {"release": ["a", "b"]})]
+
+
+async def test_what_waits_for_a_ride_is_left_to_whoever_takes_it() -> None:
+    kept = Kept()
+    kept.leases.end([leased("a")], ride=True)
+    assert kept.tasks == []
+    assert kept.fleet.to_release(Holder(D1)) == ("a",)
+    kept.leases.hurry()
+    await kept.done()
+    assert kept.client.calls == []
+
+
+async def test_what_waits_for_a_ride_can_be_hurried() -> None:
+    kept = Kept()
+    kept.leases.end([leased("a")], ride=True)
+    kept.leases.hurry()
+    await kept.done()
+    assert kept.client.asked == [(D1, {}, {"release": ["a"]})]
+
+
+def refuses(call: EngineCall) -> EngineAnswer:
+    raise EngineFailure(FailureKind.REFUSED, f"{call.url}: refused")
+
+
+@pytest.mark.parametrize(
+    "respond",
+    [
+        refuses,
+        lambda _: EngineAnswer(500, {}, b"{}"),
+        lambda _: EngineAnswer(200, {}, b"{}"),
+        lambda _: EngineAnswer(200, {}, b"odd"),
+    ],
+    ids=["refused", "a status", "not understood", "not read"],
+)
+async def test_a_release_that_fails_is_counted_by_lease_and_told(
+    respond: Respond, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept(respond)
+    await kept.leases.end_now([leased("a"), leased("b")])
+    assert kept.counted == (2, 2)
+    assert "2 leases could not be released" in caplog.text
+
+
+async def test_a_flush_goes_to_every_engine_and_rank_and_covers_what_was_due() -> None:
+    kept = Kept()
+    kept.fleet.saw_engine_id(engine(D2), "e_dp1")
+    kept.fleet.release_later(Holder(D1), ["a"])
+    await kept.leases.flush()
+    assert sorted(kept.client.asked, key=str) == [
+        (D1, {}, {"flush": True}),
+        (D2, {"x-data-parallel-rank": "1"}, {"flush": True}),
+    ]
+    assert kept.fleet.releasing == ()
+
+
+async def test_a_flush_that_fails_anywhere_is_an_error() -> None:
+    kept = Kept(lambda call: EngineAnswer(500, {}, b"{}") if call.url.startswith(D2) else did(call))
+    with pytest.raises(LeaseError, match=f"{D2} answered 500"):
+        await kept.leases.flush()
+    assert len(kept.client.calls) == 2
+
+
+async def test_what_was_renewed_is_told_by_name() -> None:
+    kept = Kept()
+    left = [leased("a"), leased("gone"), leased("b", decode=D2)]
+    assert await kept.leases.renew(left, 60.0) == {(D1, "a"): 60.0, (D2, "b"): 60.0}
+
+
+async def test_an_engine_that_does_not_list_its_leases_is_told_apart() -> None:
+    kept = Kept(lambda call: refuses(call) if call.url.startswith(D2) else did(call))
+    first, second = await kept.leases.listing()
+    assert (first.decode, first.count, first.blocks, first.error) == (D1, 1, 2, None)
+    assert second.error is not None
+    assert "refused" in second.error
+
+
+async def test_a_closed_router_tells_engines_nothing() -> None:
+    kept = Kept()
+    kept.leases.closed = True
+    await kept.leases.end_now([leased("a"), held("b")])
+    assert kept.client.calls == []
+    assert kept.counted == (2, 2)
+
+
+# --- the audit -----------------------------------------------------------------------------------------------------------
+
+
+def counting(offered: int, verified: int, pulled: int) -> Respond:
+    page = "".join(
+        f'backhaul_{name}_tokens_total{{engine="0",model_name="m"}} {value}.0\n'
+        for name, value in (("offered", offered), ("verified", verified), ("pulled", pulled))
+    )
+    return lambda _: EngineAnswer(200, {}, page.encode())
+
+
+def audited() -> Fleet:
+    start = {"offered": 1000, "verified": 1000, "pulled": 1000}
+    fleet = Fleet([engine(P1, connector=1, at_start=start), engine(P2), engine(D1, connector=1)])
+    fleet.note_account(engine(P1), Account(offered=500, verified=400, pulled=300))
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("counted", "alarms"),
+    [
+        ((1500, 1400, 1300), []),
+        ((1504, 1400, 1300), []),
+        ((1600, 1400, 1300), ["offered"]),
+        ((1500, 1400, 1200), ["pulled"]),
+        ((0, 0, 0), ["offered", "verified", "pulled"]),
+    ],
+    ids=["equal", "within tolerance", "somebody else", "reuse that did not happen", "restarted"],
+)
+async def test_accounts_are_held_against_the_engines_counters(counted: tuple[int, int, int], alarms: list[str]) -> None:
+    lines = await compare(Client(counting(*counted)), audited(), 0.01)
+    assert [line.counter for line in lines if line.alarm] == alarms
+    assert {line.engine for line in lines} == {P1}
+
+
+async def test_an_alarm_says_what_may_be_the_cause() -> None:
+    fleet = audited()
+    more, *_ = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
+    fewer, *_ = await compare(Client(counting(1400, 1400, 1300)), fleet, 0.01)
+    assert "another client uses the engine" in str(more)
+    assert "it may have restarted" in str(fewer)
+    fleet.note_unaccounted(engine(P1))
+    lines = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
+    assert "1 prefills ended without an account" in str(lines[0])
+
+
+async def test_turns_that_run_are_no_alarm() -> None:
+    fleet = audited()
+    fleet.begin(engine(P1))
+    lines = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
+    assert [(line.in_flight, line.alarm) for line in lines] == [(True, False)] * 3
+
+
+@pytest.mark.parametrize("respond", [refuses, lambda _: EngineAnswer(404, {}, b"")])
+async def test_an_engine_that_does_not_show_its_metrics_is_not_compared(respond: Respond) -> None:
+    assert await compare(Client(respond), audited(), 0.01) == ()
