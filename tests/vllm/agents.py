@@ -8,18 +8,21 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from backhaul.bench import answers
+from backhaul.bench.answers import CHAT, COMPLETIONS
 from backhaul_router.config import RouterConfig
 from backhaul_router.report import ReuseReport
 from backhaul_router.router import Request, Router
 from real_engines import EngineSet, direct, direct_stream, metrics, wait_for_baseline
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
+__all__ = ["CHAT", "COMPLETIONS", "Agent", "Answer", "pulled_bytes", "pulled_tokens", "router_on"]
+
 SECRETS = (
     b"kv_transfer_params",
     b"remote_engine_id",
@@ -48,15 +51,12 @@ class Answer:
     @property
     def message(self) -> dict[str, Any]:
         """The assistant's message as an agent would put it back into its history."""
-        message = {key: value for key, value in self.choice["message"].items() if value}
-        return {"content": "", **message}
+        return answers.message(self.choice)
 
     @property
     def token_ids(self) -> list[int]:
         """The generated ids, where the request asked for them."""
-        if self.choices and "token_ids" in self.choice:
-            return list(self.choice["token_ids"])
-        return [i for chunk in events(self.raw) for c in chunk["choices"] for i in c.get("token_ids") or []]
+        return list(self.choice["token_ids"])
 
     @property
     def text(self) -> str:
@@ -89,102 +89,29 @@ class Agent:
         answer = Answer(reply.status, raw, self.reports[-1])
         if status == 200:
             if body.get("stream"):
-                answer.choices, answer.usage = assemble(events(raw))
+                chunks = answers.events(raw)
+                answer.choices = answers.assemble(chunks)
+                answer.usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
             else:
                 parsed = json.loads(raw)
                 answer.choices, answer.usage = parsed["choices"], parsed["usage"]
             if check:
-                expected = await reference_choices(self.engines.decode[0], path, body)
-                if comparable(answer.choices) != comparable(expected):
-                    assert await is_near_tie(self.engines.decode[0], path, body, answer.choices, expected)
+                url = self.engines.decode[0]
+                expected = await reference_choices(url, path, body)
+                if answers.comparable(answer.choices) != answers.comparable(expected):
+                    assert await answers.near_tie(partial(direct, url), path, body, answer.choices, expected)
         return answer
 
     async def _engine_ids(self) -> list[bytes]:
         return [value.encode() for value in self.router.fleet._engine_ids.values()]
 
 
-async def reference_choices(url: str, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+async def reference_choices(url: str, path: str, body: Mapping[str, Any]) -> answers.Choices:
     """What the client's own body gives on an engine without any help."""
     if body.get("stream"):
-        return assemble(await direct_stream(url, path, body))[0]
-    choices: list[dict[str, Any]] = (await direct(url, path, body))["choices"]
+        return answers.assemble(await direct_stream(url, path, body))
+    choices: answers.Choices = (await direct(url, path, body))["choices"]
     return choices
-
-
-NEAR_TIE = 1e-4
-"""Difference of two log probabilities that float32 does not tell apart when a prompt is computed in other pieces."""
-
-
-async def is_near_tie(
-    url: str, path: str, body: Mapping[str, Any], ours: list[dict[str, Any]], expected: list[dict[str, Any]]
-) -> bool:
-    """Whether two answers part at a token for which the reference has another one as good as equal: there the order of
-    additions decides, and either is right. With wrong KV they part where one token is clearly the best."""
-    if len(ours) != 1 or len(expected) != 1:
-        return False
-    texts = [str(c["message"].get("content") if "message" in c else c["text"]) for c in (ours[0], expected[0])]
-    same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-    asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    asked |= {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
-    logprobs = (await direct(url, path, asked))["choices"][0]["logprobs"]
-    if path == CHAT:
-        tokens = [(e["token"], [top["logprob"] for top in e["top_logprobs"]]) for e in logprobs["content"]]
-    else:
-        tokens = [
-            (t, list(tops.values())) for t, tops in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
-        ]
-    said, unsure = 0, 16  # in characters: the parts of one character count as one each here
-    for token, best in tokens:
-        first, second = sorted(best, reverse=True)[:2]
-        if abs(said - same) <= unsure and first - second < NEAR_TIE:
-            return True
-        said += len(token)
-        unsure += token.count("\ufffd")
-    return False
-
-
-def events(raw: bytes) -> list[dict[str, Any]]:
-    """The JSON of a stream's events; the last one must be `[DONE]`."""
-    *data, done, rest = raw.decode().split("\n\n")
-    assert done == "data: [DONE]"
-    assert rest == ""
-    return [json.loads(event.removeprefix("data: ")) for event in data]
-
-
-def assemble(chunks: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Choices and usage of a whole stream, in the shape of an answer that is not streamed."""
-    choices: dict[int, dict[str, Any]] = {}
-    usage = None
-    for chunk in chunks:
-        assert "error" not in chunk, chunk
-        usage = chunk.get("usage") or usage
-        for piece in chunk["choices"]:
-            choice = choices.setdefault(piece["index"], {"index": piece["index"], "parts": []})
-            choice["finish_reason"] = piece.get("finish_reason") or choice.get("finish_reason")
-            if "text" in piece:
-                choice["text"] = choice.get("text", "") + piece["text"]
-                continue
-            message = choice.setdefault("message", {"role": "assistant", "content": ""})
-            message["content"] += piece["delta"].get("content") or ""
-            for call in piece["delta"].get("tool_calls") or []:
-                calls = message.setdefault("tool_calls", [])
-                while len(calls) <= call["index"]:
-                    calls.append({"name": "", "arguments": ""})
-                for key in ("name", "arguments"):
-                    calls[call["index"]][key] += call.get("function", {}).get(key) or ""
-    for choice in choices.values():
-        del choice["parts"]
-    return [choices[index] for index in sorted(choices)], usage
-
-
-def comparable(value: Any) -> Any:
-    """An answer without what differs between any two runs: random ids, and logprobs beyond four digits."""
-    if isinstance(value, Mapping):
-        skip = {"id", "created", "logprobs_token_offset"}
-        return {key: comparable(item) for key, item in value.items() if key not in skip}
-    if isinstance(value, list):
-        return [comparable(item) for item in value]
-    return round(value, 3) if isinstance(value, float) else value
 
 
 @asynccontextmanager

@@ -1,0 +1,91 @@
+"""The exactness suite on real engines, with either proof: P caches prefixes and is made to forget them before each turn, so
+that all that is proven is read, and what was read stays in its cache for the checks that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import exactness
+import pytest
+from backhaul.bench import exact
+from backhaul_connector.launch import Connector
+from backhaul_router.report import Proof
+from exactness import CASES, Site, play
+from exactness.proofs import PROOFS
+from real_engines import EngineSet, EngineSets
+
+BLOCK = 32
+NAMES = [name for name, case in CASES.items() if case.needs != "images"]
+CONVERSATIONS = 12
+HERE = Path(exactness.__file__).parent
+
+
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+
+
+def started(sets: EngineSets, proof: Proof) -> EngineSet:
+    """In development mode, which is the one in which vLLM can be asked to reset its prefix cache, and with adapters that can
+    be exchanged."""
+    connector = Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK
+    config = replace(EngineSets.DEFAULT, connector=connector, prefill_prefix_caching=True, vllm_args=ADAPTERS)
+    return sets.special(config, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+
+
+@pytest.fixture(scope="module", params=PROOFS)
+def proof(request: pytest.FixtureRequest) -> Proof:
+    """Of the module's scope, so that all tests of one proof come together, and its engines are started once."""
+    found: Proof = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def adapters(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("adapters")
+    subprocess.run([vllm_python, HERE / "vllm_adapters.py", out], check=True)
+    return {path.name: str(path) for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_reuse_changes_no_answer(
+    name: str, proof: Proof, adapters: dict[str, str], engine_sets: EngineSets
+) -> None:
+    engines = started(engine_sets, proof)
+    site = Site(
+        prefill=engines.prefill,
+        decode=engines.decode,
+        reference=engines.decode[0],
+        model=engines.model,
+        block_size=BLOCK,
+        proof=proof,
+        adapters=adapters,
+    )
+    await play(CASES[name], site, stream=NAMES.index(name) % 2 == 1)
+
+
+async def test_random_conversations_get_no_wrong_answer(proof: Proof, engine_sets: EngineSets) -> None:
+    engines = started(engine_sets, proof)
+    site = exact.Site(
+        prefill=engines.prefill,
+        decode=engines.decode,
+        reference=engines.decode[0],
+        model=engines.model,
+        title="vLLM",
+        proof=proof,
+        in_floats=True,
+        longest_answer=40,
+        at_once=2,
+    )
+    tally = await exact.measure(site, conversations=CONVERSATIONS, seed=1)
+    assert tally.wrong == 0, tally.examples
+    assert tally.pulled > 0
+
+
+async def test_vllms_block_hashes_cover_images_adapters_and_salts(vllm_python: Path) -> None:
+    script = await asyncio.create_subprocess_exec(
+        vllm_python, HERE / "vllm_hashes.py", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    said, _ = await script.communicate()
+    assert script.returncode == 0, said.decode()
