@@ -1,6 +1,7 @@
 """A tool-using agent on a vLLM prefill/decode cluster, with a line a turn that says what was reused.
 
     python examples/agent.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --model NAME
+    python examples/agent.py --base-url http://127.0.0.1:8000/v1 --model NAME    # a router that `backhaul serve` runs
 
 It answers questions about the files of a folder. With --tools it offers its tools to the model, whose server must parse
 tool calls; a model that calls none gets the result of the tool that the plan names, so any model will do.
@@ -85,16 +86,20 @@ def use(name: str, arguments: str) -> str:
         return f"{name} failed: {error!r}"
 
 
+def client_for(options: argparse.Namespace) -> backhaul.AsyncOpenAI:
+    """With the router inside this process, or with one that is a server: all else is the same."""
+    if options.base_url:
+        return backhaul.AsyncOpenAI(base_url=options.base_url, api_key="none")
+    return backhaul.AsyncOpenAI(prefill=options.prefill, decode=options.decode)
+
+
 async def run(options: argparse.Namespace) -> backhaul.ReuseTotal:
     request: dict[str, Any] = {"model": options.model, "max_tokens": options.max_tokens, "temperature": 0}
     if options.tools:
         request["tools"] = [definition(name) for name in TOOLS]
     history: list[Any] = [{"role": "system", "content": options.system}]
 
-    async with (
-        backhaul.AsyncOpenAI(prefill=options.prefill, decode=options.decode) as client,
-        backhaul.conversation() as chat,
-    ):
+    async with client_for(options) as client, backhaul.conversation() as chat:
 
         async def turn() -> Any:
             """Asks the model, and puts its answer into the history."""
@@ -138,14 +143,18 @@ def show(report: backhaul.ReuseReport | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A tool-using agent that shows what each turn reused.")
-    parser.add_argument("--prefill", action="append", required=True, metavar="URL", help="repeat for several engines")
-    parser.add_argument("--decode", action="append", required=True, metavar="URL", help="repeat for several engines")
+    parser.add_argument("--prefill", action="append", metavar="URL", help="repeat for several engines")
+    parser.add_argument("--decode", action="append", metavar="URL", help="repeat for several engines")
+    parser.add_argument("--base-url", metavar="URL", help="of a router, in the place of engines; ends with /v1")
     parser.add_argument("--model", required=True)
     parser.add_argument("--system", default=SYSTEM)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--tools", action="store_true", help="offer the tools to the model")
-    asyncio.run(run(parser.parse_args()))
+    options = parser.parse_args()
+    if bool(options.base_url) == bool(options.prefill or options.decode):
+        parser.error("name either --prefill and --decode engines, or a router's --base-url")
+    asyncio.run(run(options))
 
 
 if __name__ == "__main__":
