@@ -116,6 +116,7 @@ NEEDS: tuple[Need, ...] = (
     *_methods(f"{NIXL}.stats", "NixlPromMetrics", observe=("transfer_stats_data", "engine_idx")),
     *_attributes("vllm.v1.request", "Request", "block_hashes", "num_in_flight_tokens", "skip_reading_prefix_cache"),
     *_attributes("vllm.v1.core.block_pool", "BlockPool", "hash_block_size"),
+    *_methods("vllm.v1.core.block_pool", "BlockPool", get_num_free_blocks=()),
 )
 
 

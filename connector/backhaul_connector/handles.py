@@ -119,7 +119,7 @@ T = TypeVar("T")
 def _read(value: object, kind: type[T]) -> T | None:
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter for half a surrogate pair, which JSON can spell
         return None
 
 

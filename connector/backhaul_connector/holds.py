@@ -4,6 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def _boot() -> str | None:
+    """What all processes of a machine have in common until it starts again; `None` where it does not say (no Linux)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A reading of the monotonic clock that another process can compare with its own, if it is on the same machine."""
+
+    at: float
+    boot: str | None
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.monotonic(), _boot())
+
+    def age_s(self, now: Moment) -> float:
+        """Seconds since; 0 where the clocks cannot be compared."""
+        return max(0.0, now.at - self.at) if self.boot is not None and self.boot == now.boot else 0.0
 
 
 class Holds:
@@ -11,9 +39,9 @@ class Holds:
         self._clock = clock
         self._ends: dict[str, float] = {}
 
-    def begin(self, left_s: Mapping[str, float]) -> None:
-        """Reads that start now, by request, and for how many seconds each one's blocks are held."""
-        now = self._clock()
+    def begin(self, left_s: Mapping[str, float], age_s: float = 0.0) -> None:
+        """Reads that start now, by request, and for how many seconds each one's blocks were held `age_s` seconds ago."""
+        now = self._clock() - age_s
         self._ends.update({request: now + left for request, left in left_s.items()})
 
     def late(self, ended: Iterable[str], under_way: Iterable[str]) -> set[str]:

@@ -269,7 +269,7 @@ class LeaseClient:
             if body is None:
                 raise BrokenChannel("hung up")
             got = _decode_answer(body)
-        except (OSError, msgspec.DecodeError, BrokenChannel) as error:
+        except (OSError, UnicodeEncodeError, msgspec.DecodeError, BrokenChannel) as error:
             with self._lock:
                 self._busy.discard(connection)
             connection.close()

@@ -35,6 +35,8 @@ class Prefill:
     blocks: int = 0
     """How many of its leading blocks hold this prompt."""
     claim: Claim | None = None
+    stale: bool = False
+    """The last grant was too old when the request was next looked at."""
     by_tokens: bool = False
     """The handle is a stock engine's, which the router has proven and cut."""
     read_began: float = 0.0
@@ -143,8 +145,11 @@ class PrefillSide:
             return 0, False
         claim = prefill.claim
         if claim is not None and claim.granted and claim.left_s() < self._claims.hold_s / 2:
+            if prefill.stale:  # once more would be no fresher
+                self._decline(params, prefill, "hold_ended")
+                return 0, False
             self._claims.done(claim, read=False)  # the request has waited for blocks since, and the read needs time
-            claim = None
+            claim, prefill.stale = None, True
         if claim is None:
             last = request.block_hashes[prefill.blocks * self._shape.hashes_per_block - 1]
             prefill.claim = self._claims.claim(prefill.target, prefill.blocks, bytes(last))
@@ -159,7 +164,8 @@ class PrefillSide:
             if not self._claims.is_overdue(claim):
                 return None, False
             answer = Answer(ok=False, why="unreachable")
-        prefill.account.claim_ms = round(claim.took_ms, 3)
+        else:
+            prefill.account.claim_ms = round(claim.took_ms, 3)
         tokens = prefill.blocks * self._shape.block_size
         if not answer.ok:
             self._decline(params, prefill, answer.why or "malformed")
@@ -167,6 +173,7 @@ class PrefillSide:
         if answer.tokens != tokens or [len(ids) for ids in answer.block_ids] != [prefill.blocks] * self._shape.groups:
             self._decline(params, prefill, "malformed")
             return 0, False
+        prefill.stale = False
         # From here on nothing of the handle is used but the host: the rest is the holder's own word.
         params["remote_block_ids"] = answer.block_ids
         params["remote_num_tokens"] = tokens

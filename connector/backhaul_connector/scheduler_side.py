@@ -24,6 +24,7 @@ from .decode_side import Decode, DecodeSide
 from .lease_channel import LeaseServer
 from .lease_table import LeaseTable
 from .prefill_side import Prefill, PrefillSide
+from .room import Room
 from .settings import Settings
 from .shape import Shape
 from .stats import BackhaulStats
@@ -59,6 +60,7 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             unsupported=self._why_unsupported(),
         )
         self.leases = LeaseTable(engine_id, kv_cache_config.num_blocks, settings.max_leased_fraction)
+        self._room = Room(self.leases, self.block_size)
         port = settings.lease_port
         if port:
             port += vllm_config.parallel_config.data_parallel_index
@@ -143,7 +145,14 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._make_room(request, num_computed_tokens)
+        if self._pool is not None:
+            self._room.make(request, num_computed_tokens, self._pool.get_num_free_blocks())
+        matched = self._match(request, num_computed_tokens)
+        if matched[0] is not None:
+            self._room.attempted(request.request_id)
+        return matched
+
+    def _match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         prefill = self._prefills.get(request.request_id)
         if prefill is not None:
             return self._prefill_side.match(request, prefill, num_computed_tokens)
@@ -157,17 +166,9 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         matched: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
 
-    def _make_room(self, request: Any, num_computed_tokens: int) -> None:
-        """A request that is about to be scheduled goes before leases."""
-        if self._pool is None or not self.leases.occupied:
-            return
-        needed = -(-(request.num_tokens - num_computed_tokens) // self.block_size)
-        free = self._pool.get_num_free_blocks()
-        if needed > free:
-            self.leases.make_room(needed - free)
-
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         rid = request.request_id
+        self._room.over(rid)
         prefill, decode = self._prefills.get(rid), self._decodes.get(rid)
         if prefill is not None and not request.kv_transfer_params.get("_remote_blocks_processed"):
             must_end = self._prefill_side.start(request, prefill, num_external_tokens)
@@ -186,6 +187,8 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if self._pool is not None:
+            self._room.keep(len(scheduler_output.num_scheduled_tokens), self._pool.get_num_free_blocks())
         ended = self.leases.sweep()
         meta = super().build_connector_meta(scheduler_output)
         keep = self.leases.take_kept() | self._outbox.keep
@@ -211,6 +214,7 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> Answer:
         rid = request.request_id
+        self._room.over(rid)
         if (answer := self._lease_answers.pop(rid, None)) is not None:
             return False, answer
         if (prefill := self._prefills.pop(rid, None)) is not None:
@@ -237,6 +241,7 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return False, self._decode_side.account(request, decode)
         delay, out = super().request_finished(request, block_ids)
         if out is None or not delay:  # preempted: its blocks are gone
+            self._reqs_not_processed.add(rid)
             return delay, self._decode_side.account(request, decode)
         self._reqs_need_send[rid] = float("inf")  # the lease table says when it ends
         return delay, self._decode_side.keep(request, decode, blocks, block_ids, out)

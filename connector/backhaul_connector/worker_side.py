@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from .holds import Holds
+from .holds import Holds, Moment
 from .stats import BackhaulStats
 
 
@@ -24,7 +24,8 @@ class Orders:
     keep: frozenset[str] = frozenset()
     """Leases that a reader's notification does not end."""
     holds: dict[str, float] = field(default_factory=dict)
-    """For reads that begin in this step: in how many seconds the other engine may take the blocks back."""
+    """For reads that begin in this step: in how many seconds after `sent` the other engine may take the blocks back."""
+    sent: Moment = field(default_factory=Moment.now)
 
 
 class BackhaulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -41,10 +42,11 @@ class BackhaulWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         orders: Orders | None = getattr(metadata, "backhaul", None)
         if orders is not None:
             self._kept |= orders.keep
-            self._holds.begin(orders.holds)
+            self._holds.begin(orders.holds, orders.sent.age_s(Moment.now()))
         self._kept -= metadata.reqs_not_processed
         super().start_load_kv(metadata)
         if orders is not None:
+            self._kept &= self._reqs_to_process  # a lease that a stock engine's read has ended on the way
             self._to_end |= orders.end
 
     def _get_new_notifs(self) -> set[str]:

@@ -22,7 +22,7 @@ class AuditLine:
     counted: int
     """What the engine says on its `/metrics`."""
     in_flight: bool
-    """Turns were running on it, so that the two could not agree."""
+    """Turns were running on it, or ended meanwhile, so that the two could not agree."""
     unaccounted: int
     """Prefills of this router that ended without an account: timeouts, clients that left."""
     alarm: bool
@@ -52,6 +52,7 @@ async def compare(client: EngineClient, fleet: Fleet, tolerance: float) -> tuple
 
 
 async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: float) -> list[AuditLine]:
+    before, busy = fleet.accounted(engine), fleet.busy(engine)
     try:
         answer = await client.call(EngineCall(engine.url + "/metrics", timeout_s=_TIMEOUT_S))
     except EngineFailure:
@@ -60,7 +61,7 @@ async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: 
         return []
     counters = connector_counters(answer.body.decode(errors="replace"))
     accounted = fleet.accounted(engine)
-    in_flight = fleet.busy(engine) > 0
+    in_flight = busy > 0 or fleet.busy(engine) > 0 or accounted != before
     lines = []
     for name in AUDITED:
         router, counted = accounted.get(name, 0), counters[name] - engine.at_start.get(name, 0)

@@ -181,7 +181,8 @@ class _Exchange:
         except _Outcome as outcome:
             hangs = outcome.verdict is Verdict.HANGS
             raise _Outcome(Verdict.HANGS if hangs else Verdict.READ_FAILS, outcome.detail) from None
-        if not (handle.lease is not None and handle.lease.shared):
+        shared = handle.lease is not None and handle.lease.shared
+        if not shared and not (left.account is not None and extension.keeps_waiting(left.account)):
             self.pinned.remove((self.decode, handle))  # read once, or declined: either way P has told D
         if left.handle is not None:
             self.pinned.append((self.prefill, left.handle))

@@ -243,3 +243,9 @@ VOID: Final = frozenset({Reason.EXPIRED, Reason.ENGINE_CHANGED})
 def reason_of(why: str | None) -> Reason:
     """The report's word for a P's `why`; one that is not known proves nothing."""
     return _REASONS.get(why or "", Reason.NO_PROOF)
+
+
+def keeps_waiting(account: Account) -> bool:
+    """Whether D still keeps a handle for one read that P has not done: of a prompt that differs, or is there already, P has
+    told D."""
+    return not account.pulled and account.why not in (None, "diverged", "below_threshold", "local_hit")

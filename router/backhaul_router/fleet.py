@@ -55,6 +55,8 @@ class Engine:
     """Version of our connector, where it runs and the version is known here."""
     at_start: Mapping[str, int] = field(default_factory=dict, compare=False)
     """The connector's token counters when the engine was asked (`connector_counters`)."""
+    ranks: frozenset[str] = frozenset()
+    """Its data-parallel ranks, where one address stands for several."""
 
     @property
     def hides_handles(self) -> bool:
@@ -87,6 +89,12 @@ def block_size_of(metrics: str) -> int | None:
     """The block size that an engine's `/metrics` page names."""
     found = _BLOCK_SIZE.search(metrics)
     return int(found[1]) if found else None
+
+
+def ranks_of(metrics: str) -> frozenset[str]:
+    """The data-parallel ranks that the engine's `/metrics` page shows; none for a single process."""
+    ranks = frozenset(re.findall(r'^vllm:cache_config_info\{[^}]*\bengine="(\d+)"', metrics, re.MULTILINE))
+    return ranks if len(ranks) > 1 else frozenset()
 
 
 def has_plugin(metrics: str) -> bool:
@@ -209,7 +217,7 @@ class Fleet:
         self._unsafe: dict[tuple[str, str], str] = {}
         self._safe: set[tuple[str, str]] = set()
         self._to_release: dict[Holder, list[str]] = {}
-        self._ranks: dict[str, set[str | None]] = {}
+        self._ranks: dict[str, set[str]] = {}
         self._accounts: dict[str, Counter[str]] = {}
         self._unaccounted: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -268,10 +276,11 @@ class Fleet:
             self._undigested |= {engine.url}
 
     def note_unverified(self, prefill: Engine) -> None:
-        """The engine read a handle without checking it: it does not run our connector any more."""
+        """The engine says nothing of a handle that it was to check: it does not run our connector any more."""
         log.error(
-            "%s read a handle without checking it: it was restarted without our connector. The turn was given to the decode "
-            "engine; restart that prefill engine once more, or reset its prefix cache, which may hold KV of other tokens.",
+            "%s gave no account of a handle: it was restarted without our connector, and found nothing in it to read. The turn "
+            "was given to the decode engine; what comes is proven by token ids. Restart it with our connector, and then the "
+            "router.",
             prefill,
         )
         with self._lock:
@@ -300,9 +309,10 @@ class Fleet:
             return tuple(self._to_release)
 
     def holders(self, decode: Engine) -> tuple[Holder, ...]:
-        """The processes of a decode engine that hold leases: its data-parallel ranks, as far as they have been seen."""
+        """The processes of a decode engine that hold leases: its data-parallel ranks, where it has several."""
         with self._lock:
-            return tuple(Holder(decode.url, rank) for rank in sorted(self._ranks.get(decode.url, {None}), key=str))
+            ranks = decode.ranks | self._ranks.get(decode.url, set())
+        return tuple(Holder(decode.url, rank) for rank in sorted(ranks)) or (Holder(decode.url),)
 
     def note_account(self, engine: Engine, account: Account) -> None:
         """Adds up what a prefill engine says it did, for `Router.audit`."""

@@ -140,6 +140,9 @@ def _offer(
         return _Offer(proof=Proof.CONNECTOR)
     if no_proof or not prompt.proven or not taken.branch.blocks:
         return _Offer(Reason.NO_PROOF)
+    if taken.held.shared:
+        # It may be of a turn before the branch's last, and without a claim nothing keeps its blocks while they are read.
+        return _Offer(Reason.NO_PROOF)
     if taken.held.handle.groups > 1:
         # Sliding-window and state-space groups hold only the end of the sequence: a cut handle would read nothing of use.
         return _Offer(Reason.NO_PROOF)

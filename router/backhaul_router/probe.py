@@ -16,6 +16,7 @@ from .fleet import (
     connector_counters,
     connector_of,
     has_plugin,
+    ranks_of,
     read_models,
 )
 
@@ -58,6 +59,7 @@ async def describe(client: EngineClient, url: str, role: Role, timeout_s: float 
         streams_handles=has_plugin(page),
         connector=connector_of(page),
         at_start=connector_counters(page) if connector_of(page) else {},
+        ranks=ranks_of(page),
     )
 
 

@@ -59,7 +59,7 @@ from .effects import (
 )
 from .engine_client import FailureKind
 from .errors import Leg, error_body, error_event
-from .extension import VOID, Account, Ask, reason_of
+from .extension import VOID, Account, Ask, keeps_waiting, reason_of
 from .fleet import Engine, Fleet, Holder, Role
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
@@ -594,7 +594,7 @@ class Taking:
                 raise UnexpectedEvent(self, event)
 
     def abandon(self, now: float) -> Actions:
-        return (self.turn.report(None, now, error="client_gone"),)
+        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
 @dataclass(frozen=True)
@@ -743,9 +743,10 @@ class Prefilling:
         if self.placement.proof is Proof.CONNECTOR and params.account is None:
             return self._checked_nothing(handle, now)
         turn.count_account(self.engine, params.account)
+        left_alone = sent if params.account is not None and keeps_waiting(params.account) else None
         if not self.warm and (computed := turn.draft.get("computed")) is not None:
             turn.fleet.learn_prefill(self.engine, elapsed_ms, computed)
-        return turn.decoding(self._as_it_ran(params.account), handle), ()
+        return turn.decoding(self._as_it_ran(params.account), handle), turn.release_held(left_alone)
 
     def _as_it_ran(self, account: Account | None) -> Placement:
         """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
@@ -759,7 +760,7 @@ class Prefilling:
         return dataclasses.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
 
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
-        """P read a handle that nobody had proven: it was restarted without our connector. D answers by itself."""
+        """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
         turn = self.turn
         turn.fleet.note_unverified(self.engine)
         turn.retry()

@@ -525,10 +525,12 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
 
 
 def whole_handle(handle: Handle) -> bytes:
-    """The handle as it came, for a P of ours, which checks and cuts it by itself."""
-    if handle.passed_on is None:
-        return handle.params
-    return join({**_decode_members(handle.params), EXTENSION: Raw(handle.passed_on)})
+    """The handle for a P of ours, which finds out by itself what of it to claim. Any other P, such as one that was restarted
+    without our connector, finds no token in it to read: it could not tell whether they are this prompt's."""
+    members = {**_decode_members(handle.params), "remote_num_tokens": Raw(b"0")}
+    if handle.passed_on is not None:
+        members[EXTENSION] = Raw(handle.passed_on)
+    return join(members)
 
 
 def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = False) -> bytes:

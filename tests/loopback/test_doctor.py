@@ -95,6 +95,13 @@ async def test_one_of_ours_says_so_instead_of_hanging() -> None:
         await freed(*pair)
 
 
+async def test_what_one_of_ours_leaves_unread_does_not_stay_pinned_on_a_stock_decode_engine() -> None:
+    async with engines({"connector": "backhaul", "bidirectional_kv_xfer": False}) as pair:
+        found = await examine(*pair)
+        assert (found.pairs[0].verdict, found.pairs[0].detail) == (Verdict.NOT_READ, "bidirectional_off")
+        await freed(*pair)
+
+
 async def test_a_decode_engine_without_bidirectional_mode_leaves_every_turn_cold() -> None:
     async with engines(None, {"bidirectional_kv_xfer": False}) as pair:
         found = await examine(*pair)

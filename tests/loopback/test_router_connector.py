@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -89,7 +90,7 @@ async def test_prefill_gets_the_handle_as_it_came_but_for_what_is_the_routers(cl
     sent = asked(cluster.p)[1]["kv_transfer_params"]
     assert sorted(sent["backhaul"]) == ["block_size", "digests", "epoch", "lease", "version"]
     assert sent["remote_engine_id"] == cluster.d.engine_id
-    assert len(sent["remote_block_ids"][0]) * sent["backhaul"]["block_size"] == sent["remote_num_tokens"]
+    assert sent["remote_num_tokens"] == 0, "for an engine that does not check, there is nothing to read"
 
 
 async def test_decode_is_asked_to_retain_and_gets_prefills_hash_of_the_prompt(cluster: Cluster) -> None:
@@ -304,6 +305,24 @@ async def test_a_decode_engine_that_restarted_is_not_read_from(cluster: Cluster)
     assert report.route is Route.COLD
     assert report.reason in (Reason.ENGINE_CHANGED, Reason.EXPIRED, Reason.READ_FAILED)
     assert report.status == 200
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+async def test_a_prefill_engine_that_came_back_without_the_connector_reads_nothing(bidirectional: bool) -> None:
+    """It would read without comparing, and keep what it read in its prefix cache; or wait forever."""
+    async with ours() as cluster:
+        messages = await first_turn(cluster)
+        messages[1] = user("Else: " + STORY)
+        cluster.p.config = dataclasses.replace(
+            cluster.p.config, connector="stock", bidirectional_kv_xfer=bidirectional, prefix_caching=True
+        )
+        await cluster.p.restart()
+        await cluster.reconnected()
+        report = (await cluster.exact({"messages": messages})).reused
+        assert (report.route, report.reason, report.status) == (Route.LOCAL, Reason.NO_PROOF, 200)
+        assert cluster.p.core.metrics.transfers == 0
+        await cluster.exact({"messages": messages}, conversation="another")
+        assert cluster.router.fleet.counters.proof_faults == 1
 
 
 async def test_digests_that_lie_are_found_out_by_the_full_hash(cluster: Cluster) -> None:

@@ -180,3 +180,11 @@ def test_a_handle_is_cut_only_where_its_lists_are_as_long_as_it_says(
     handle = handles.read_handle({**HANDLE, "remote_num_tokens": held, "remote_block_ids": ids})
     assert handle is not None
     assert handle.cut(32, tokens) == cut
+
+
+@pytest.mark.parametrize("key", ["remote_block_ids", "remote_port", "tp_size"])
+def test_half_a_surrogate_pair_is_malformed_like_anything_else(key: str) -> None:
+    """JSON can spell one, and it cannot be encoded."""
+    assert handles.read_handle({**HANDLE, key: "\ud800"}) is None
+    assert handles.read_wishes({"backhaul": {"version": "\ud800"}}) is None
+    assert handles.read_wishes({"backhaul": "\ud800"}) is None

@@ -148,6 +148,14 @@ def test_a_connection_is_used_again_and_replaced_when_the_holder_has_restarted(
         again.stop()
 
 
+def test_what_cannot_be_encoded_leaves_no_connection_behind(
+    server: LeaseServer, table: LeaseTable, client: LeaseClient
+) -> None:
+    with pytest.raises(BrokenChannel):
+        client.ask(HOST, server.port, message(table, lease="\ud800"))
+    assert not client._busy
+
+
 def test_nobody_there_is_told_at_once(client: LeaseClient, table: LeaseTable) -> None:
     with socket.socket() as unused:
         unused.bind((HOST, 0))

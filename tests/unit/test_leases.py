@@ -241,6 +241,24 @@ async def test_an_alarm_says_what_may_be_the_cause() -> None:
     assert "1 prefills ended without an account" in str(lines[0])
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_turn_that_begins_or_ends_while_the_counters_are_read_is_no_alarm(ends: bool) -> None:
+    """Whether they count it nobody knows."""
+    fleet = audited()
+    page = counting(1500, 1400, 1300)
+    if ends:
+        fleet.begin(engine(P1))
+
+    def respond(call: EngineCall) -> EngineAnswer:
+        fleet.note_account(engine(P1), Account(offered=500, verified=400, pulled=300))
+        if ends:
+            fleet.end(engine(P1))
+        return page(call)
+
+    lines = await compare(Client(respond), fleet, 0.01)
+    assert [(line.in_flight, line.alarm) for line in lines] == [(True, False)] * 3
+
+
 async def test_turns_that_run_are_no_alarm() -> None:
     fleet = audited()
     fleet.begin(engine(P1))

@@ -312,3 +312,12 @@ def test_it_is_told_when_no_engine_of_a_role_is_left(without: str, role: Role) -
 def test_a_local_turn_needs_no_prefill_engine() -> None:
     gone = frozenset({P1})
     assert placed([*RAN, 1], left(), cfg={"local_max_tokens": 64}, without=gone).route is Route.LOCAL
+
+
+def test_a_shared_lease_is_read_only_by_an_engine_that_claims_it() -> None:
+    """What the record shares with the prompt says nothing of a lease that an earlier turn has left, and that reading does not
+    pin."""
+    found = placed(LONG, left(handle=leased(tokens=len(RAN))), fleet(P1, D1))
+    assert (found.route, found.reason) == (Route.COLD, Reason.NO_PROOF)
+    single = placed(LONG, left(handle=leased(tokens=len(RAN), shared=False)), fleet(P1, D1))
+    assert (single.route, single.proof) == (Route.WARM, Proof.TOKENS)

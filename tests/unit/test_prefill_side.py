@@ -111,6 +111,7 @@ def test_a_claim_that_nobody_answers_is_not_waited_for_any_longer(side: PrefillS
     channel.made[0].made -= 0.6
     assert side.match(request, prefill, 0) == NOTHING
     assert channel.finished == [(channel.made[0], False)]
+    assert prefill.account.claim_ms is None
     assert why(side, request, prefill) == "unreachable"
 
 
@@ -164,6 +165,27 @@ def test_a_grant_that_waited_too_long_for_its_request_is_asked_for_again(side: P
     assert channel.finished == [(channel.made[0], False)]
     channel.grant()
     assert side.match(request, prefill, 0) == READING
+
+
+def test_a_request_does_not_wait_for_ever_for_a_grant_that_comes_in_time(side: PrefillSide, channel: Channel) -> None:
+    """As with a short `hold_s` and long steps."""
+    request, prefill = admitted(side)
+    assert side.match(request, prefill, 0) == ASK_AGAIN
+    channel.grant(age_s=16.0)
+    assert side.match(request, prefill, 0) == ASK_AGAIN
+    channel.grant(age_s=16.0)
+    assert side.match(request, prefill, 0) == NOTHING
+    assert channel.finished == [(claim, False) for claim in channel.made]
+    assert why(side, request, prefill) == "hold_ended"
+
+
+def test_a_request_that_waits_for_blocks_keeps_its_claim_fresh(side: PrefillSide, channel: Channel) -> None:
+    request, prefill = admitted(side)
+    for _ in range(5):
+        assert side.match(request, prefill, 0) == ASK_AGAIN
+        channel.grant()
+        assert side.match(request, prefill, 0) == READING
+        channel.made[-1].ends -= 16.0
 
 
 def test_a_request_that_ends_before_its_read_gives_the_claim_back(side: PrefillSide, channel: Channel) -> None:

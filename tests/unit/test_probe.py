@@ -288,6 +288,15 @@ def test_data_parallel_ranks_are_addressed_as_they_are_seen() -> None:
     assert fleet.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
 
 
+async def test_data_parallel_ranks_are_known_before_any_turn() -> None:
+    """A flush that left one out would leave leases of the weights before."""
+    ranks = "".join(f'vllm:cache_config_info{{block_size="32",engine="{n}"}} 1.0\n' for n in range(2))
+    decode = await probe(metrics=ranks)
+    fleet = Fleet([engine(P1), decode])
+    assert fleet.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
+    assert (await probe()).ranks == frozenset(), "one process needs no address"
+
+
 def test_what_is_known_of_a_pair_can_change() -> None:
     fleet = Fleet([engine(P1), engine(P2, connector=1), engine(D1)])
     assert not fleet.is_checked(P1, D1)

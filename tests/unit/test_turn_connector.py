@@ -22,12 +22,14 @@ from backhaul_router.effects import (
     Opened,
     Respond,
     Settle,
+    Took,
 )
 from backhaul_router.errors import Leg
 from backhaul_router.extension import _REASONS, VOID, reason_of
 from backhaul_router.fleet import Fleet, Holder
 from backhaul_router.ledger import Held, Taken
 from backhaul_router.report import Proof, Reason, Route
+from backhaul_router.turn import Taking
 from core_values import D1, D2, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
     BODY,
@@ -113,8 +115,15 @@ def test_nothing_is_rendered_and_prefill_gets_messages_and_handle_as_they_are() 
         **params(OLD, tokens=128),
         "do_remote_decode": True,
         "do_remote_prefill": False,
+        "remote_num_tokens": 0,
         "backhaul": says(tokens=128),
     }
+
+
+def test_a_prefill_engine_that_checks_no_digests_would_find_nothing_to_read() -> None:
+    """vLLM reads `min(remote_num_tokens, prompt)` tokens of whatever it is given; our connector claims what it has located."""
+    turn = drive()
+    assert turn.body["kv_transfer_params"]["remote_num_tokens"] == 0
 
 
 def test_what_engines_told_the_router_is_not_passed_on() -> None:
@@ -410,6 +419,21 @@ def test_what_a_prefill_engine_computed_without_checking_is_not_used() -> None:
     assert drive(on=on).asked(Leg.RENDER)
 
 
+def test_a_turn_that_fails_over_what_it_took_gives_a_shared_handle_back() -> None:
+    """A fault of ours; the handle would otherwise have a taker for ever."""
+
+    class Broken(Fleet):
+        def pick(self, *args: Any, **fields: Any) -> Any:
+            raise ZeroDivisionError
+
+    turn = Drive(FIRST, on=ours())
+    turn.turn.fleet = Broken(())
+    state = Taking(turn.turn)
+    with pytest.raises(ZeroDivisionError):
+        state.next(Took(warm()), 101.0)
+    assert kinds(state.abandon(102.0)) == ["GiveBack", "Record"]
+
+
 def test_a_client_that_leaves_gives_a_shared_handle_back() -> None:
     turn = drive()
     assert kinds(turn.leave())[:1] == ["GiveBack"]
@@ -431,6 +455,26 @@ def test_a_stock_handle_that_was_proven_by_tokens_says_so_to_a_prefill_engine_of
     given = turn.body["kv_transfer_params"]
     assert given["backhaul"] == {"version": 1, "proof": "tokens"}
     assert given["prompt_token_ids"] == list(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("why", "released"),
+    [
+        ("unsupported", True),
+        ("bidirectional_off", True),
+        ("read_failed", True),
+        ("below_threshold", False),
+        (None, False),
+    ],
+)
+def test_a_stock_handle_that_prefill_left_alone_is_released(why: str | None, released: bool) -> None:
+    """Where P has neither read it nor had vLLM tell D that it will not, nobody else would before its TTL."""
+    on = Fleet([engine(P1, connector=1), engine(D1)])
+    turn = Drive(history(), on=on)
+    turn.feed(Answered(200, JSON, encoded({"token_ids": list(PROMPT), "features": None})))
+    turn.feed(accounted(prompt=200, why=why, **({"pulled": 0} if why else {})))
+    assert turn.opening()
+    assert turn.released == ([(OLD, P1)] if released else [])
 
 
 def test_a_stock_prefill_engine_asks_for_a_lease_that_one_read_ends() -> None:
