@@ -45,9 +45,9 @@ test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real
 		ignore=--ignore=tests/vllm; \
 	fi; \
 	status=0; \
-	echo "== Tests with openai 2"; \
-	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm || status=1; \
-	echo "== Tests with openai 3, $$engines"; \
+	echo "== Tests of the client with openai 2"; \
+	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm -m openai || status=1; \
+	echo "== All tests, with openai 3, $$engines"; \
 	if [ $$status != 0 ]; then echo "   (the run with openai 2 has FAILED, and so will make)"; fi; \
 	.venv/bin/python -m pytest $$ignore || status=1; \
 	exit $$status

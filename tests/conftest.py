@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -39,6 +40,19 @@ async def no_task_left_running() -> AsyncIterator[None]:
             coroutines = ", ".join(repr(task.get_coro()) for task in left)
             pytest.fail(f"still running after the test: {coroutines}", pytrace=False)
         await asyncio.sleep(0.005)
+
+
+USES_OPENAI = re.compile(r"^(?:from|import) (?:openai|backhaul)(?: |$)", re.MULTILINE)
+RUNS_PROGRAMS_THAT_DO = ("test_readme", "test_sdk_example", "test_bench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests in which openai's client runs: these are run with both of its majors."""
+    for path in {item.path for item in items}:
+        if path.stem in RUNS_PROGRAMS_THAT_DO or USES_OPENAI.search(path.read_text()):
+            for item in items:
+                if item.path == path:
+                    item.add_marker(pytest.mark.openai)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
