@@ -7,9 +7,6 @@ from typing import Any
 
 from .model import STORY, WARM, Ask, Body, Case, Expect, Message, Past, World
 
-ANSWER = 72
-"""Tokens of a first answer: more than the threshold, so that reading it back pays by itself."""
-
 Edit = Callable[[list[Message]], Any]
 Build = Callable[[Past], Body]
 
@@ -28,7 +25,8 @@ def opening(world: World) -> list[Message]:
 
 def first(world: World, **fields: Any) -> Body:
     """A first turn whose answer is long, and as long on every engine."""
-    return {"messages": opening(world), "max_tokens": ANSWER, "ignore_eos": True, "return_token_ids": True, **fields}
+    asked = {"messages": opening(world), "max_tokens": world.answer, "ignore_eos": True, "return_token_ids": True}
+    return {**asked, **fields}
 
 
 def again(past: Past) -> Body:

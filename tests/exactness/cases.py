@@ -9,7 +9,7 @@ from backhaul.bench.answers import COMPLETIONS
 from backhaul_connector.loopback.tokenizer import Special
 from backhaul_router.report import Reason, Route
 
-from .building import ANSWER, Build, again, extended, first, following, system, user
+from .building import Build, again, extended, first, following, system, user
 from .histories import edits, messages_of_other_kinds, prefaces
 from .model import (
     STORY,
@@ -74,13 +74,17 @@ def children(count: int, question: str = "{}: ") -> AtOnce:
     return AtOnce(tuple(map(ask, range(count))))
 
 
+def longer(past: Past) -> Body:
+    return following(past, max_tokens=past.answer)
+
+
 def turns() -> Iterator[Case]:
     yield Case(name="two turns at once", first=first, then=(children(2),))
     yield Case(name="the same turn twice at once", first=first, then=(children(2, "Once more: "),))
     yield Case(name="a fork into three children", first=first, then=(children(3, "Child {}: "),))
     yield Case(name="the same turn retried", first=first, then=(Ask(body=extended()), Ask(body=again)))
     yield Case(name="the first turn retried", first=first, then=(Ask(body=again), Ask(body=extended())))
-    yield Case(name="four turns", first=first, then=(Ask(body=extended(max_tokens=ANSWER)),) * 3)
+    yield Case(name="four turns", first=first, then=(Ask(body=longer),) * 3)
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ def after(
     max_tokens: int = 40,
 ) -> Case:
     step = Ask(body=then, expect=expect, with_connector=with_connector, path=COMPLETIONS)
-    return Case(name=name, first=completion(start, max_tokens), then=(step,), path=COMPLETIONS)
+    return Case(name=name, first=completion(start, max_tokens), then=(step,), path=COMPLETIONS, sampled=True)
 
 
 def lengths() -> Iterator[Case]:
@@ -162,7 +166,7 @@ def boundary(around: int) -> Case:
 
     step = Ask(body=cut(lambda world: 0, 90), path=COMPLETIONS)
     name = f"an answer that ends {NEARBY[around]} a block's end"
-    return Case(name=name, first=start, then=(step,), path=COMPLETIONS)
+    return Case(name=name, first=start, then=(step,), path=COMPLETIONS, sampled=True)
 
 
 def threshold(around: int, blocks: int = 0) -> Case:
@@ -208,7 +212,7 @@ def alone() -> Iterator[Case]:
     for name, fields, reason in (
         ("several choices", {"n": 2, "temperature": 0.8, "seed": 5}, Reason.MULTIPLE_CHOICES),
         ("an echo", {"echo": True, "add_generation_prompt": False}, Reason.NO_PROOF),
-        ("log probabilities of the prompt", {"prompt_logprobs": 1}, Reason.NO_PROOF),
+        ("log probabilities of the prompt", {"prompt_logprobs": 1, "stream": False}, Reason.NO_PROOF),
     ):
         odd = Ask(body=extended(**fields), expect=local(reason), leaves=False)
         yield Case(name=name, first=first, then=(odd, Ask(body=extended())))

@@ -29,6 +29,8 @@ class World:
     """Tokens in a KV block."""
     threshold: int
     """Tokens: fewer than these are computed rather than read."""
+    answer: int
+    """Tokens of a first answer: enough for P to read it back."""
     mark: str
     """Text that no other play has: put at the beginning, it keeps plays from finding each other's KV."""
 
@@ -163,3 +165,5 @@ class Case:
     before: tuple[Load, ...] = ()
     needs: Literal["images", "adapters"] | None = None
     """What not every engine has."""
+    sampled: bool = False
+    """One of many alike, of which engines that are slow play half with each proof."""

@@ -111,7 +111,9 @@ class _Player:
     """Salts and prompts that P has run since it last forgot."""
 
     def __post_init__(self) -> None:
-        self.past = Past(self.site.block_size, self.site.threshold, uuid.uuid4().hex[:8])
+        block, threshold = self.site.block_size, self.site.threshold
+        answer = max(block, threshold if self.site.remembers else 0) + block // 2
+        self.past = Past(block, threshold, answer, uuid.uuid4().hex[:8])
 
     async def run(self) -> None:
         for load in self.case.before:
@@ -240,13 +242,14 @@ class _Player:
     # --- what is left on the engines
 
     async def _no_cache_is_poisoned(self, asked: Sequence[tuple[str, Body]]) -> None:
-        """Without any handle, straight to each engine: only its own prefix cache can serve what it does not compute."""
+        """Without any handle, only an engine's own prefix cache can serve what it does not compute: P's is asked directly, and
+        both by a turn without a conversation."""
         if not self.site.caches:
             return
         for path, body in {json.dumps(both): both for both in asked}.values():
             plain = _plain(body)
             for what, one in (("the same prompt", plain), ("a prompt that begins like it", _beginning_like(plain))):
-                for url in self.site.engines:
+                for url in self.site.prefill:
                     answer = await self._post(url, path, one)
                     assert answer.status_code == 200, answer.text
                     await self._compare(path, one, answer.content, f"{what}, on {url}")
