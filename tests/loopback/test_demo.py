@@ -26,9 +26,11 @@ from backhaul_router.report import ReuseReport
 from rich.console import Console
 
 
-async def start(*arguments: str, **env: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, in_background: bool = False, **env: str) -> asyncio.subprocess.Process:
+    """`in_background`: as a shell script starts what it does not wait for, with SIGINT ignored."""
+    prefix = ("sh", "-c", 'trap "" INT; exec "$@"', "sh") if in_background else ()
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "backhaul_router.cli", "demo", *arguments),
+        *(*prefix, sys.executable, "-m", "backhaul_router.cli", "demo", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **env},
@@ -106,9 +108,10 @@ async def test_a_lying_engine_is_found_out() -> None:
     assert "answers DIFFER in turn" in shown.getvalue()
 
 
+@pytest.mark.parametrize("in_background", [False, True], ids=["", "in the background"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-async def test_an_ended_demo_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    process = await start(TMPDIR=str(tmp_path))
+async def test_an_ended_demo_leaves_nothing(number: signal.Signals, in_background: bool, tmp_path: Path) -> None:
+    process = await start(in_background=in_background, TMPDIR=str(tmp_path))
     assert process.stdout is not None
     ports = re.findall(rb"http://127.0.0.1:(\d+)", await process.stdout.readline())
     assert len(ports) == 2

@@ -118,13 +118,20 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def termination_interrupts() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C in the block, in asyncio's `run` too, so that everything is taken down on the way out."""
+    """SIGTERM is as Ctrl-C in the block, in asyncio's `run` too, so that everything is taken down on the way out.
+
+    Also where SIGINT is ignored, as in what a shell script starts in the background."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
