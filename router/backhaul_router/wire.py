@@ -24,7 +24,6 @@ from .extension import Account, Ask, Lease
 HANDLE = "kv_transfer_params"
 FORBIDDEN: Final = frozenset({HANDLE, "ec_transfer_params"})
 """Name hosts, ports and blocks of engines: neither taken from a client nor shown to one."""
-FORBIDDEN_HEADERS: Final = frozenset({"x-data-parallel-rank"})
 EXTENSION = extension.KEY
 """Key of the versioned object that our plugin and our connector put into a handle."""
 
