@@ -72,7 +72,7 @@ async def test_up_serves_warm_turns_to_an_agent_and_leaves_nothing(engine_sets: 
 
         assert [report.route for report in chat.reuse.turns] == [Route.COLD, Route.WARM, Route.WARM]
         for report in chat.reuse.turns[1:]:
-            assert report.proof is Proof.TOKENS
+            assert report.proof is Proof.CONNECTOR
             assert report.cached == report.offered > 0
             assert report.decode_engine == decode
 
