@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .aiohttp_client import AiohttpClient
+from .http_client import HttpClient
 from .engine_client import EngineClient
 from .errors import ConfigError
 from .exchange import Exchange, Verdict, exchange
@@ -87,7 +87,7 @@ async def diagnose(
 ) -> Diagnosis:
     """Examines engines by their URLs. What it makes them keep it also has them release. `timeout_s` limits each request,
     `threshold` is the engines' `kv_recompute_threshold`."""
-    own = client or AiohttpClient(connect_timeout_s=min(5.0, timeout_s), api_key=api_key)
+    own = client or HttpClient(connect_timeout_s=min(5.0, timeout_s), api_key=api_key)
     wanted = [(url, Role.PREFILL) for url in prefill] + [(url, Role.DECODE) for url in decode]
     try:
         found: dict[str, Engine] = {}

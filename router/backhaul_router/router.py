@@ -13,7 +13,7 @@ from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
 from . import wire
-from .aiohttp_client import AiohttpClient
+from .http_client import HttpClient
 from .audit import AuditLine, compare
 from .config import RouterConfig
 from .effects import (
@@ -131,7 +131,7 @@ class Router:
         on_report: Callable[[ReuseReport], None] | None = None,
     ) -> None:
         self.config = config
-        self.client: EngineClient = client or AiohttpClient(
+        self.client: EngineClient = client or HttpClient(
             connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
         )
         self.clock = clock

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from backhaul_router import aiohttp_client
-from backhaul_router.aiohttp_client import AiohttpClient
+from backhaul_router import http_connection
 from backhaul_router.engine_client import EngineCall, EngineFailure, FailureKind
+from backhaul_router.http_client import HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -108,8 +108,8 @@ def post(base: str, body: bytes = b"{}", *, timeout_s: float = 30.0, **headers: 
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[AiohttpClient]:
-    client = AiohttpClient(connect_timeout_s=10.0)
+async def client() -> AsyncIterator[HttpClient]:
+    client = HttpClient(connect_timeout_s=10.0)
     yield client
     await client.aclose()
 
@@ -150,7 +150,7 @@ async def test_the_api_key_replaces_whatever_authorization_the_caller_passes():
         seen.update((await peer.request())[1])
         await peer.send(OK)
 
-    client = AiohttpClient(api_key="sk-engine")
+    client = HttpClient(api_key="sk-engine")
     async with engine(behave) as base:
         await client.call(post(base, authorization="Bearer sk-client"))
     await client.aclose()
@@ -171,6 +171,36 @@ async def test_headers_about_the_callers_own_connection_are_not_passed_on(client
         assert seen["host"] == base.removeprefix("http://")
     assert seen["body"] == b"12345"
     assert seen["x-request-id"] == "r1"
+
+
+@pytest.mark.parametrize(
+    "headers", [{"X-Request-Id": "a\r\nX-Evil: 1"}, {"X-A\r\nX-Evil": "1"}, {"X A": "1"}, {"X-A": "\0"}]
+)
+async def test_headers_that_would_become_others_are_not_sent(client, headers):
+    async with engine(answering(OK)) as base:
+        with pytest.raises(ValueError, match="is not a header that can be sent"):
+            await client.call(EngineCall(base + PATH, b"{}", headers))
+
+
+async def test_paths_are_sent_as_they_are_and_what_cannot_be_in_one_is_quoted(client):
+    seen = []
+
+    async def behave(peer: Peer) -> None:
+        for _ in range(2):
+            seen.append((await peer.request())[0])
+            await peer.send(OK)
+
+    async with engine(behave) as base:
+        await client.call(EngineCall(f"{base}/v1/models/org%2Fmodel:a@b?x=%41&y=1"))
+        await client.call(EngineCall(f"{base}/v1/models/a b\u00e9#part"))
+    assert seen == ["GET /v1/models/org%2Fmodel:a@b?x=%41&y=1 HTTP/1.1", "GET /v1/models/a%20b%C3%A9 HTTP/1.1"]
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "http://host:99999/x", "no url"])
+async def test_what_is_no_url_is_refused(client, url):
+    failure = await failure_of(client.call(EngineCall(url)))
+    assert failure.kind is FailureKind.REFUSED
+    assert failure.message.endswith("this is not a usable URL")
 
 
 async def test_a_body_of_many_megabytes_arrives_whole(client):
@@ -239,6 +269,18 @@ async def test_events_of_a_megabyte_and_chunks_of_a_byte_pass_unchanged(client):
     async with engine(answering(wire)) as base:
         stream = await client.open(post(base))
         assert b"".join([data async for data in stream]) == large + b"".join(small) + large
+
+
+async def test_interim_answers_are_passed_over(client):
+    early = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
+    async with engine(answering(early + OK)) as base:
+        answer = await client.call(post(base))
+    assert (answer.status, answer.body, dict(answer.headers)) == (200, b"ok", {"content-length": "2"})
+
+
+async def test_a_body_without_a_length_ends_with_its_connection(client):
+    async with engine(answering(b"HTTP/1.1 200 OK\r\n\r\nall of it")) as base:
+        assert (await client.call(post(base))).body == b"all of it"
 
 
 async def test_compressed_bytes_are_not_touched(client):
@@ -336,8 +378,96 @@ async def test_a_post_on_a_kept_connection_that_closes_unanswered_is_not_sent_ag
     assert len(posts) == 2
 
 
+async def test_a_get_on_a_kept_connection_that_closes_unanswered_is_sent_again(client):
+    lines = []
+
+    async def behave(peer: Peer) -> None:
+        lines.append((await peer.request())[0])
+        await peer.send(OK)
+        lines.append((await peer.request())[0])
+
+    async with engine(behave) as base:
+        await client.call(post(base))
+        answer = await client.call(EngineCall(f"{base}/health"))
+    assert answer.body == b"ok"
+    assert lines == [f"POST {PATH} HTTP/1.1", "GET /health HTTP/1.1", "GET /health HTTP/1.1"]
+
+
+async def test_bytes_behind_an_answer_are_not_taken_for_the_next_one(client):
+    connections = []
+
+    async def behave(peer: Peer) -> None:
+        connections.append(peer)
+        await answering(OK + OK.replace(b"ok", b"no"), OK)(peer)
+        await peer.gone()
+
+    async with engine(behave) as base:
+        answers = [(await client.call(post(base))).body for _ in range(2)]
+    assert answers == [b"ok", b"ok"]
+    assert len(connections) == 2
+
+
+async def test_an_answer_that_says_close_is_the_connections_last(client):
+    connections = []
+
+    async def behave(peer: Peer) -> None:
+        connections.append(peer)
+        await answering(OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), OK)(peer)
+
+    async with engine(behave) as base:
+        for _ in range(2):
+            await client.call(post(base))
+    assert len(connections) == 2
+
+
+async def test_an_answer_while_the_request_is_still_being_written_ends_the_writing(client):
+    refused = b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno"
+    connections = []
+
+    async def behave(peer: Peer) -> None:
+        connections.append(peer)
+        if len(connections) == 1:
+            await peer.send(refused)
+            await peer.gone()
+        else:
+            await answering(OK)(peer)
+
+    async with engine(behave) as base:
+        answer = await client.call(post(base, b"x" * 2**25))
+        assert (answer.status, answer.body) == (413, b"no")
+        assert (await client.call(post(base))).body == b"ok"
+
+
+async def test_a_reader_that_is_slow_holds_the_engine_back(client):
+    piece = b"x" * 2**20
+    sent = []
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(CHUNKED)
+        for _ in range(64):
+            await peer.send(chunk(piece))
+            sent.append(1)
+        await peer.send(LAST_CHUNK)
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base))
+        size = len(await anext(stream))
+        while (before := len(sent)) == 0 or before != await _later(sent):
+            pass
+        assert before < 64
+        async for data in stream:
+            size += len(data)
+    assert size == 64 * len(piece)
+
+
+async def _later(sent: list[int]) -> int:
+    await asyncio.sleep(0.1)
+    return len(sent)
+
+
 async def test_idle_connections_are_closed_from_this_side(client, monkeypatch):
-    monkeypatch.setattr(aiohttp_client, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(http_connection, "KEEPALIVE_S", 0.05)
     noticed = asyncio.Event()
 
     async def behave(peer: Peer) -> None:
@@ -374,7 +504,7 @@ async def test_a_name_that_does_not_resolve_is_refused(client):
 
 
 async def test_a_tls_handshake_that_hangs_is_refused_after_the_connect_timeout():
-    client = AiohttpClient(connect_timeout_s=0.1)
+    client = HttpClient(connect_timeout_s=0.1)
     async with engine(Peer.gone) as base:
         url = base.replace("http:", "https:")
         failure = await failure_of(client.call(post(url)))
@@ -391,23 +521,6 @@ async def test_tls_to_an_engine_without_it_is_refused(client):
         failure = await failure_of(client.call(post(base.replace("http:", "https:"))))
     assert failure.kind is FailureKind.REFUSED
     assert "the TLS handshake failed" in failure.message
-
-
-async def test_a_full_pool_is_refused_after_the_connect_timeout():
-    client = AiohttpClient(connect_timeout_s=1.0, pool_limit=1)
-
-    async def behave(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(CHUNKED)
-        await peer.gone()
-
-    async with engine(behave) as base:
-        stream = await client.open(post(base))
-        failure = await failure_of(client.call(post(base)))
-        await stream.aclose()
-    await client.aclose()
-    assert failure.kind is FailureKind.REFUSED
-    assert failure.message.endswith("no connection within 1 s (of at most 1 at a time)")
 
 
 async def test_a_call_is_limited_as_a_whole_even_while_bytes_arrive(client):
@@ -489,8 +602,20 @@ async def test_an_engine_that_never_reads_the_request_times_out(client):
         (CHUNKED + chunk(b"x"), "the connection ended before the answer was complete"),
         (CHUNKED + b"5\r\nab", "the connection ended before the answer was complete"),
         (CHUNKED + chunk(b"x") + b"no size\r\n", "the answer is not valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X-A: %b\r\n" % (b"a" * 2**10) * 80 + b"\r\n", "the answer is not valid HTTP"),
+        (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "the answer is not valid HTTP"),
     ],
-    ids=["nothing", "half a head", "no HTTP", "short body", "no last chunk", "half a chunk", "no chunk"],
+    ids=[
+        "nothing",
+        "half a head",
+        "no HTTP",
+        "short body",
+        "no last chunk",
+        "half a chunk",
+        "no chunk",
+        "endless head",
+        "another protocol",
+    ],
 )
 async def test_an_answer_that_ends_early_or_is_no_http_is_broken(client, sent, message):
     async with engine(answering(sent)) as base:
@@ -554,11 +679,11 @@ async def test_an_unknown_certificate_is_refused(client):
 async def test_https_with_a_certificate_that_the_system_trusts():
     program = f"""
 import asyncio, sys
-from backhaul_router.aiohttp_client import AiohttpClient
+from backhaul_router.http_client import HttpClient
 from backhaul_router.engine_client import EngineCall
 
 async def main():
-    client = AiohttpClient()
+    client = HttpClient()
     answer = await client.call(EngineCall(sys.argv[1] + {PATH!r}, b"{{}}"))
     await client.aclose()
     print(answer.body.decode())
@@ -610,7 +735,7 @@ async def test_one_client_serves_loops_that_come_and_go_and_leaves_nothing_open_
             async with asyncio.timeout(10):
                 await ended.get()
     gc.collect()  # finds unclosed sockets, if there are any, which fails the test
-    assert repr(client) == "<AiohttpClient event_loops=1>"
+    assert repr(client) == "<HttpClient event_loops=1>"
 
 
 async def test_a_client_that_was_dropped_leaves_nothing_open():
@@ -622,7 +747,7 @@ async def test_a_client_that_was_dropped_leaves_nothing_open():
         ended.set()
 
     async with engine(behave) as base:
-        await AiohttpClient().call(post(base))
+        await HttpClient().call(post(base))
         gc.collect()
         async with asyncio.timeout(10):
             await ended.wait()
@@ -639,7 +764,7 @@ async def test_two_loops_at_once(client):
 
 
 async def test_closing_ends_what_is_in_progress_here_and_in_other_loops():
-    client = AiohttpClient()
+    client = HttpClient()
     waiting: asyncio.Queue[int] = asyncio.Queue()
 
     async def behave(peer: Peer) -> None:
@@ -662,6 +787,6 @@ async def test_closing_ends_what_is_in_progress_here_and_in_other_loops():
 
 
 async def test_closing_twice_or_unused_is_fine():
-    client = AiohttpClient()
+    client = HttpClient()
     await client.aclose()
     await client.aclose()

@@ -16,7 +16,7 @@ from typing import Any
 
 from agents import COMPLETIONS, Agent, Answer
 from backhaul_connector.launch import Engine, EngineCommand
-from backhaul_router.aiohttp_client import AiohttpClient, AiohttpStream
+from backhaul_router.http_client import HttpClient, HttpStream
 from backhaul_router.config import RouterConfig
 from backhaul_router.engine_client import EngineAnswer, EngineCall
 from backhaul_router.report import ReuseReport
@@ -77,7 +77,7 @@ class Settings:
             self._original[engine][0].running.wait_healthy()
 
 
-class Catching(AiohttpClient):
+class Catching(HttpClient):
     """The router's HTTP client. The next request to an engine can be changed, or something done, just before it is sent."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Catching(AiohttpClient):
     async def call(self, request: EngineCall) -> EngineAnswer:
         return await super().call(await self._changed(request))
 
-    async def open(self, request: EngineCall) -> AiohttpStream:
+    async def open(self, request: EngineCall) -> HttpStream:
         return await super().open(await self._changed(request))
 
 

@@ -3,7 +3,8 @@
 Each measured turn is the second of a conversation and runs `warm`: a render, a prefill and a decode request. `direct` sends the
 very same three bodies with the HTTP library that the router uses, one after the other, and does nothing else. The variants
 take turns, in changing order, on the same loopback engines, which cost nothing and are processes of their own. The served
-router is a process as well; the embedded one runs in this process, as `direct` does.
+router is a process as well; the embedded one runs in this process, as `direct` does. `aiohttp` is `direct` with that library,
+which is what somebody would write by hand.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import aiohttp
 import msgspec
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
+from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineFailure
+from backhaul_router.http_client import HttpClient
 from backhaul_router.report import Route
 from backhaul_router.router import Request, Router
 from backhaul_router.stream import StreamFilter
@@ -33,13 +36,14 @@ from .programs import cpu_s, program, rss_mb
 
 SIZES = range(2_000, 800_001)
 """Bodies that hold a history worth reading, and that the engines take."""
-VARIANTS = ("direct", "embedded", "served")
+VARIANTS = ("direct", "aiohttp", "embedded", "served")
 MODEL = "loopback"
 BLOCK = 16
 ANSWER_TOKENS = 16
 MAX_MODEL_LEN = 262_144
 _NEW_BYTES = 600
 """About what the measured turn adds to its history, the answer included."""
+_LIMIT_S = 600.0
 _PATH = wire.Endpoint.CHAT
 _CONVERSATION = "x-conversation-id"
 _JSON = {"content-type": "application/json"}
@@ -95,7 +99,7 @@ def cases(sizes: Sequence[int], concurrencies: Sequence[int], turns: int) -> lis
 
 
 async def measure(wanted: Sequence[Case], progress: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Runs the cases. Raises `NotWarm`, `OSError`, `aiohttp.ClientError` when a program does not start or fails."""
+    """Runs the cases. Raises `NotWarm` or `OSError` when a program does not start or fails."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
         size = ("--max-model-len", str(MAX_MODEL_LEN), "--num-blocks", str(MAX_MODEL_LEN // BLOCK * 4))
@@ -105,16 +109,21 @@ async def measure(wanted: Sequence[Case], progress: Callable[[str], None] = lamb
         ]
         at = ("--prefill", prefill.url, "--decode", decode.url, "--route", "warm", "--port", "0")
         server = await stack.enter_async_context(program("backhaul_router.cli", "serve", *at))
-        http = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
+        aio = await stack.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_LIMIT_S)
+            )
         )
+        http = HttpClient()
+        stack.push_async_callback(http.aclose)
         router = Router(RouterConfig(prefill=(prefill.url,), decode=(decode.url,), route=Route.WARM))
         stack.push_async_callback(router.aclose)
         direct = _Direct(http, prefill.url, decode.url)
         variants: dict[str, _Variant] = {
             "direct": direct,
+            "aiohttp": _ByAiohttp(aio, http, prefill.url, decode.url),
             "embedded": _Embedded(router),
-            "served": _Served(http, server.url.removesuffix("/v1"), server.pid),
+            "served": _Served(http, aio, server.url.removesuffix("/v1"), server.pid),
         }
         for case in wanted:
             progress(describe(case))
@@ -245,13 +254,12 @@ class _Variant(Protocol):
     def cpu_s(self) -> float | None: ...
 
 
-async def _post(http: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str]) -> bytes:
-    """The whole answer, read in pieces as they come. Raises `NotWarm`."""
-    async with http.post(url, data=body, headers=headers) as response:
-        data = b"".join([piece async for piece in response.content.iter_any()])
-    if response.status != 200:
-        raise NotWarm(f"{url} answered {response.status}: {data[:300].decode(errors='replace')}")
-    return data
+async def _post(http: HttpClient, url: str, body: bytes, headers: dict[str, str]) -> EngineAnswer:
+    """The whole answer, of any status. Raises `NotWarm` when there is none."""
+    try:
+        return await http.call(EngineCall(url, body, headers, _LIMIT_S))
+    except EngineFailure as failure:
+        raise NotWarm(failure.message) from failure
 
 
 class _Answer(msgspec.Struct):
@@ -267,7 +275,7 @@ class _Direct:
 
     pid = os.getpid()
 
-    def __init__(self, http: aiohttp.ClientSession, prefill: str, decode: str) -> None:
+    def __init__(self, http: HttpClient, prefill: str, decode: str) -> None:
         self.http = http
         self.prefill = prefill
         self.decode = decode
@@ -294,7 +302,10 @@ class _Direct:
         return _Workload(first, second, len(rendered), rendered, len(ran) // BLOCK)
 
     async def post(self, engine: str, path: str, body: bytes) -> bytes:
-        return await _post(self.http, engine + path, body, _JSON)
+        answer = await _post(self.http, engine + path, body, _JSON)
+        if answer.status != 200:
+            raise NotWarm(f"{engine}{path} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+        return answer.body
 
     async def begin(self, work: _Workload) -> _DirectTurn:
         facts = wire.read_request(_PATH, work.first)
@@ -303,6 +314,19 @@ class _Direct:
         )
         left = _left(await self.post(self.decode, _PATH, wire.decode_body(facts, None, prefilled, ids_back=True)))
         return _DirectTurn(self, work, left)
+
+
+class _ByAiohttp(_Direct):
+    def __init__(self, session: aiohttp.ClientSession, http: HttpClient, prefill: str, decode: str) -> None:
+        super().__init__(http, prefill, decode)
+        self._session = session
+
+    async def post(self, engine: str, path: str, body: bytes) -> bytes:
+        async with self._session.post(engine + path, data=body, headers=_JSON) as response:
+            data = await response.read()
+        if response.status != 200:
+            raise NotWarm(f"{engine}{path} answered {response.status}: {data[:300].decode(errors='replace')}")
+        return data
 
 
 class _DirectTurn:
@@ -325,8 +349,7 @@ class _DirectTurn:
     async def end(self) -> None:
         url = f"{self._direct.prefill}{wire.Endpoint.COMPLETIONS}"
         body = wire.release_body(_left(self._answer).params)
-        async with self._direct.http.post(url, data=body, headers=_JSON) as response:
-            await response.read()
+        await _post(self._direct.http, url, body, _JSON)
 
 
 def _left(answer: bytes) -> wire.Handle:
@@ -379,8 +402,9 @@ class _EmbeddedTurn:
 
 
 class _Served:
-    def __init__(self, http: aiohttp.ClientSession, url: str, pid: int) -> None:
+    def __init__(self, http: HttpClient, admin: aiohttp.ClientSession, url: str, pid: int) -> None:
         self.http = http
+        self.admin = admin
         self.url = url
         self.pid = pid
 
@@ -401,16 +425,14 @@ class _ServedTurn:
 
     async def send(self, body: bytes) -> str | None:
         headers = {**_JSON, _CONVERSATION: self._id}
-        async with self._served.http.post(self._served.url + _PATH, data=body, headers=headers) as response:
-            async for _ in response.content.iter_any():
-                pass
-        return response.headers.get("x-backhaul-route") if response.status == 200 else f"with status {response.status}"
+        answer = await _post(self._served.http, self._served.url + _PATH, body, headers)
+        return answer.headers.get("x-backhaul-route") if answer.status == 200 else f"with status {answer.status}"
 
     async def run(self) -> None:
         _check_warm(await self.send(self._work.second))
 
     async def end(self) -> None:
-        async with self._served.http.delete(f"{self._served.url}/backhaul/conversations/{self._id}") as response:
+        async with self._served.admin.delete(f"{self._served.url}/backhaul/conversations/{self._id}") as response:
             await response.read()
 
 

@@ -20,7 +20,8 @@ def table(rows: Sequence[Row]) -> Table:
     """A line a case."""
     made = Table(
         title="What the router adds to a warm turn, in ms\nover the three engine calls that it makes, on loopback engines",
-        caption="CPU per turn: direct and embedded are this process, served is the router's, and so is RSS (MB)",
+        caption="direct: by hand, with the router's HTTP client; aiohttp: by hand, with that library\n"
+        "CPU per turn: direct, aiohttp and embedded are this process, served is the router's, and so is RSS (MB)",
         box=None,
         padding=(0, 2, 0, 0),
         pad_edge=False,
@@ -29,18 +30,22 @@ def table(rows: Sequence[Row]) -> Table:
     )
     for name in ("body", "answer", "at a time", "turns", "direct p50", "p99", "CPU"):
         made.add_column(name, justify="left" if name == "answer" else "right")
+    for name in ("aiohttp p50", "CPU"):
+        made.add_column(name, justify="right")
     for variant in ("embedded", "served"):
         for name in (f"{variant} p50", "p99", "CPU"):
             made.add_column(name, justify="right")
     made.add_column("RSS", justify="right")
     for case in by_case(rows):
-        direct, *routed = case
+        direct, aio, *routed = case
         made.add_row(
             f"{direct.body_bytes / 1000:,.0f} kB",
             "stream" if direct.stream else "whole",
             str(direct.concurrency),
             str(direct.turns),
             *map(_figure, (direct.p50_ms, direct.p99_ms, direct.cpu_ms)),
+            _figure(aio.added_p50_ms, "+"),
+            _figure(aio.cpu_ms),
             *(cell for row in routed for cell in _added(row)),
             _figure(routed[-1].rss_mb),
         )
