@@ -41,7 +41,7 @@ class Target:
 class Claim:
     """One claim on its way, or answered. `ends` is when its hold is over, on this process's monotonic clock."""
 
-    def __init__(self, target: Target, blocks: int, last_hash: bytes, hold_s: float) -> None:
+    def __init__(self, target: Target, blocks: int, last_hash: bytes, hold_s: float, tail: bytes | None = None) -> None:
         self.target = target
         self.id = uuid.uuid4().hex
         self.message = ClaimMessage(
@@ -53,6 +53,7 @@ class Claim:
             hash=last_hash,
             hold_s=hold_s,
             claim=self.id,
+            tail=tail,
         )
         self.answer: Answer | None = None
         self.made = time.monotonic()
@@ -105,8 +106,8 @@ class Claims:
         self._lock = threading.Lock()
         self._closed = False
 
-    def claim(self, target: Target, blocks: int, last_hash: bytes) -> Claim:
-        claim = Claim(target, blocks, last_hash, self.hold_s)
+    def claim(self, target: Target, blocks: int, last_hash: bytes, tail: bytes | None = None) -> Claim:
+        claim = Claim(target, blocks, last_hash, self.hold_s, tail)
         self._submit(target, lambda line: self._claim(line, claim))
         return claim
 

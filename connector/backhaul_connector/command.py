@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import nixl_progress, worker_waits
+from . import nixl_progress, settings, worker_waits
 from .models import BUILT_IN, location
 
 HOST = "127.0.0.1"
@@ -68,6 +68,9 @@ class EnginesConfig:
     """Seconds for which D keeps a finished turn's blocks."""
     kv_recompute_threshold: int = 64
     """Tokens: fewer than these are computed rather than read."""
+    connector_options: tuple[str, ...] = ()
+    """`NAME=VALUE`: settings of our connector (`settings.Settings`), for every engine. With a `lease_port` each engine after
+    the first takes the port behind the one before it."""
     vllm_args: tuple[str, ...] = ()
     """Further flags for every engine, after all others, so that they win."""
     start_timeout_s: float = 600.0
@@ -80,10 +83,31 @@ class EnginesConfig:
             raise LaunchError(f"kv_recompute_threshold={self.kv_recompute_threshold}: a number of tokens, 0 or more")
         if not self.decoder_kv_blocks_ttl > 0:
             raise LaunchError(f"decoder_kv_blocks_ttl={self.decoder_kv_blocks_ttl}: a number of seconds above 0")
+        if self.connector_options and self.connector is not Connector.BACKHAUL:
+            raise LaunchError(
+                f"--connector-option {self.connector_options[0]}: vLLM's own connector has no such settings"
+            )
+        ports = int(str(self._options().get("lease_port", 0))) + self.prefill_engines + self.decode_engines - 1
+        if ports > 65535:
+            raise LaunchError(f"lease_port: the last of the engines would take {ports}, and the highest port is 65535")
         for flag in self.vllm_args:
             name = flag.partition("=")[0]
             if name in OWN_FLAGS:
                 raise LaunchError(f"{name} cannot be passed on to vLLM: {OWN_FLAGS[name]}")
+
+    def _options(self) -> dict[str, object]:
+        try:
+            return settings.read_options(self.connector_options)
+        except settings.BadSetting as error:
+            raise LaunchError(str(error)) from None
+
+    def options_of(self, role: Role, index: int) -> dict[str, object]:
+        """One engine's settings of our connector."""
+        options = self._options()
+        if port := options.get("lease_port"):
+            place = index if role is Role.PREFILL else self.prefill_engines + index
+            options["lease_port"] = int(str(port)) + place
+        return options
 
 
 OWN_FLAGS: Mapping[str, str] = {
@@ -159,6 +183,7 @@ def engine_command(
             "bidirectional_kv_xfer": True,
             "kv_recompute_threshold": config.kv_recompute_threshold,
             "decoder_kv_blocks_ttl": config.decoder_kv_blocks_ttl,
+            **config.options_of(role, index),
         },
     }
     if device is Device.CPU:

@@ -26,15 +26,17 @@ class Need:
 
     module: str
     owner: str
+    """A class; empty for a function of the module."""
     name: str
     parameters: tuple[str, ...] = ()
     attribute: bool = False
 
     def missing(self) -> str | None:
         try:
-            owner = getattr(importlib.import_module(self.module), self.owner)
+            module = importlib.import_module(self.module)
+            owner = getattr(module, self.owner) if self.owner else module
         except (ImportError, AttributeError):
-            return f"{self.module}.{self.owner}"
+            return f"{self.module}.{self.owner}".rstrip(".")
         if self.attribute:
             set_somewhere = any(
                 re.search(rf"self\.{self.name}\b[^=\n]*=", inspect.getsource(kind))
@@ -42,11 +44,12 @@ class Need:
                 if kind.__module__.startswith("vllm.")
             )
             return None if set_somewhere else f"{self.owner}.{self.name}"
+        name = f"{self.owner or self.module}.{self.name}"
         method = getattr(owner, self.name, None)
         if method is None:
-            return f"{self.owner}.{self.name}"
+            return name
         lacking = [p for p in self.parameters if p not in inspect.signature(method).parameters]
-        return f"{self.owner}.{self.name}({', '.join(lacking)})" if lacking else None
+        return f"{name}({', '.join(lacking)})" if lacking else None
 
 
 def _methods(module: str, owner: str, **methods: tuple[str, ...]) -> tuple[Need, ...]:
@@ -114,9 +117,17 @@ NEEDS: tuple[Need, ...] = (
     ),
     *_methods(f"{NIXL}.stats", "NixlKVConnectorStats", reset=(), is_empty=()),
     *_methods(f"{NIXL}.stats", "NixlPromMetrics", observe=("transfer_stats_data", "engine_idx")),
-    *_attributes("vllm.v1.request", "Request", "block_hashes", "num_in_flight_tokens", "skip_reading_prefix_cache"),
+    *_attributes("vllm.v1.request", "Request", "all_token_ids", "block_hashes", "num_in_flight_tokens"),
+    *_attributes("vllm.v1.request", "Request", "skip_reading_prefix_cache"),
     *_attributes("vllm.v1.core.block_pool", "BlockPool", "hash_block_size"),
     *_methods("vllm.v1.core.block_pool", "BlockPool", get_num_free_blocks=()),
+    *_methods(
+        "vllm.v1.core.kv_cache_utils",
+        "",
+        generate_block_hash_extra_keys=("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+    ),
+    *_methods("vllm.v1.kv_cache_interface", "KVCacheSpec", prefix_replay_tokens=()),
+    *_methods("vllm.v1.kv_cache_interface", "SlidingWindowSpec", extra_retained_tokens=()),
 )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from . import handles, locators
 from .account import DecodeAccount
 from .handles import EXTENSION, VERSION, Wishes
-from .lease_table import LeaseTable
-from .shape import Request, Shape
+from .lease_table import LeaseTable, Whole
+from .shape import NULL_BLOCK, Request, Shape
 
 
 @dataclass
@@ -83,65 +83,98 @@ class DecodeSide:
         shape = self._shape
         handle = handles.read_handle(params)
         if handle is None or len(handle.remote_block_ids) != shape.groups:
-            params["do_remote_prefill"] = False
-            handles.strip(params)
             decode.account.why = "malformed"
+            decode.notify_only = handles.keep_sender(params, shape.groups)
+            params["do_remote_prefill"] = decode.notify_only
             return
         if request.abort_immediately:
             return  # never scheduled: it only tells the other engine that its blocks are not wanted
         wanted = self._prompt_from_p(request.num_prompt_tokens)
         wishes = decode.wishes
-        if wishes is not None and wishes.prompt_tokens is not None:
-            mine = shape.hash_at(request, wanted)
-            both = mine is not None and wishes.prompt_hash is not None
-            if wishes.prompt_tokens != wanted or (both and mine != wishes.prompt_hash):
-                decode.notify_only = True
-                decode.account.why = "prompt_differs"
-                return
+        if wishes is not None and not self._is_prompt(request, wishes, wanted):
+            decode.notify_only = True
+            decode.account.why = "prompt_differs"
+            return
         if shape.unsupported:
             return
-        cut = handle.cut(shape.block_size, wanted)
+        cut = shape.cut(handle, wanted)
         if cut is not None:
             params["remote_block_ids"] = cut
         else:  # vLLM would pair the lists from their ends, and read other positions
             decode.notify_only = True
             decode.account.why = "malformed"
 
-    def kept_blocks(self, request: Request, decode: Decode) -> int | None:
-        """How many whole blocks are kept when a request has finished. `None` for nothing at all; where blocks cannot be
-        compared the handle is vLLM's own, and this is 0."""
+    def _is_prompt(self, request: Request, wishes: Wishes, tokens: int) -> bool:
+        """Whether P computed these tokens of this prompt, by all that it says of them."""
+        if wishes.prompt_tokens not in (None, tokens):
+            return False
+        tail = self._shape.tail_hash(request, tokens)
+        pairs = (
+            (wishes.prompt_hash, self._shape.hash_at(request, tokens)),
+            (wishes.prompt_tail, None if tail is None else tail.hex()),
+        )
+        return all(theirs is None or mine is None or theirs == mine for theirs, mine in pairs)
+
+    def kept_tokens(self, request: Request, decode: Decode) -> int | None:
+        """How many tokens are kept when a request has finished: those of its whole blocks, or all that it ran where KV cannot
+        be cut. `None` for nothing at all; where blocks cannot be compared the handle is vLLM's own, and this is 0."""
         if not decode.retain or not self._shape.bidirectional:
             return None
         if self._shape.unsupported:
             return 0
         # The last token was sampled, not run; what is in flight may yet be written.
         ran = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
-        return min(ran // self._shape.block_size, self._shape.hashed_blocks(request)) or None
+        blocks = min(ran // self._shape.block_size, self._shape.hashed_blocks(request))
+        if not blocks:
+            return None
+        if self._shape.whole:
+            return ran if blocks == ran // self._shape.block_size else None
+        return blocks * self._shape.block_size
 
     def account(self, request: Request, decode: Decode) -> dict[str, Any]:
         return {EXTENSION: {"version": VERSION, "account": decode.account.fields(request.num_output_tokens)}}
 
-    def keep(self, request: Request, decode: Decode, blocks: int, pinned: Any, out: dict[str, Any]) -> dict[str, Any]:
-        """Enters a lease for a finished request, whose handle vLLM made as `out`; the handle with ours in it."""
+    def keep(self, request: Request, decode: Decode, tokens: int, pinned: Any, out: dict[str, Any]) -> dict[str, Any]:
+        """Enters a lease for a finished request, whose handle vLLM made as `out`; the handle with ours in it, or no handle where
+        it turns out that nobody could read it."""
         ttl_s = (decode.wishes.retain_s if decode.wishes is not None else None) or self._ttl_s
         ours = self.account(request, decode)[EXTENSION]
         handle = {**out, "remote_blocks_expiry_time": time.perf_counter() + ttl_s, EXTENSION: ours}
         kept: list[bytes] = []
-        if not self._shape.unsupported:
-            kept = self._shape.hashes(request, blocks)
-            handle["remote_block_ids"] = [list(group[:blocks]) for group in out["remote_block_ids"]]
-            handle["remote_num_tokens"] = blocks * self._shape.block_size
+        lists, whole = self._lists(request, tokens, out)
+        if lists is not None:
+            kept = self._shape.hashes(request, tokens // self._shape.block_size)
+            handle["remote_block_ids"], handle["remote_num_tokens"] = lists, tokens
             ours["digests"] = locators.publish(kept)
+            if whole is not None:
+                ours |= {"whole": True, "tokens": tokens}
         self._leases.add(
             request.request_id,
             kept,
             handle["remote_block_ids"],
-            [block for group in pinned for block in group],
+            [block for group in pinned for block in group if block != NULL_BLOCK],
             block_size=self._shape.block_size,
             ttl_s=ttl_s,
             shared=decode.shared,
+            whole=whole,
         )
+        if self._shape.whole and lists is None:
+            # vLLM went on by more tokens than the answer has, and has freed what the next one would need.
+            self._leases.release([request.request_id])
+            return {EXTENSION: ours}
         ours["block_size"] = self._shape.block_size
         ours["epoch"] = self._leases.epoch
         ours["lease"] = {"port": self._port, "ttl_s": ttl_s, "shared": decode.shared}
         return handle
+
+    def _lists(self, request: Request, tokens: int, out: dict[str, Any]) -> tuple[list[list[int]] | None, Whole | None]:
+        """The blocks of exactly the tokens that are kept, if they can be published, and what else a reader must have."""
+        if self._shape.unsupported:
+            return None, None
+        if not self._shape.whole:
+            blocks = tokens // self._shape.block_size
+            return [list(group[:blocks]) for group in out["remote_block_ids"]], None
+        tail = self._shape.tail_hash(request, tokens)
+        found = handles.read_handle(out)
+        lists = None if tail is None or found is None else self._shape.cut(found, tokens)
+        return (None, None) if tail is None or lists is None else (lists, Whole(tokens, tail))

@@ -68,6 +68,18 @@ class Handle(msgspec.Struct, frozen=True):
         return [group[: -(-tokens // block_size)] for group in self.remote_block_ids]
 
 
+class Sender(msgspec.Struct, frozen=True):
+    """Whom to tell that blocks are not wanted: enough of a handle for that."""
+
+    remote_engine_id: Name
+    remote_request_id: Name
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
+    remote_port: Port
+    tp_size: Size = 1
+    dcp_size: Size = 1
+    pp_size: Size = 1
+
+
 class LeaseAddress(msgspec.Struct, frozen=True):
     port: Port
     shared: bool = False
@@ -81,6 +93,10 @@ class Offer(msgspec.Struct, frozen=True):
     block_size: Size
     epoch: Annotated[str, Meta(max_length=64)]
     lease: LeaseAddress
+    whole: bool = False
+    """Its KV is good for a prompt that goes on where `tokens` end, and for no other."""
+    tokens: Annotated[int, Meta(ge=1)] | None = None
+    """With `whole`: how many tokens that is, those behind the last whole block included."""
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -110,6 +126,7 @@ class Wishes(msgspec.Struct, frozen=True):
     release: Annotated[list[str], Meta(max_length=10_000)] = []
     leases: LeaseOps | None = None
     prompt_hash: Annotated[str, Meta(max_length=128)] | None = None
+    prompt_tail: Annotated[str, Meta(max_length=128)] | None = None
     prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
@@ -126,6 +143,16 @@ def _read(value: object, kind: type[T]) -> T | None:
 def read_handle(params: Mapping[str, Any]) -> Handle | None:
     """The handle among a request's parameters, or `None` where a field is missing or no such thing."""
     return _read(dict(params), Handle)
+
+
+def keep_sender(params: MutableMapping[str, Any], groups: int) -> bool:
+    """Leaves of a handle that is none only whom to tell so, with empty block lists; false where not even that is there."""
+    sender = _read(dict(params), Sender)
+    strip(params)
+    if sender is None:
+        return False
+    params.update(msgspec.structs.asdict(sender), remote_block_ids=[[] for _ in range(groups)])
+    return True
 
 
 def read_offer(params: Mapping[str, Any]) -> Offer | Literal["no_digests", "malformed"]:

@@ -3,7 +3,7 @@
 TCP between scheduler processes; each message is a msgpack map behind its length, four bytes, big-endian. Requests on one
 connection are answered in order. A frame that is too long or no message ends the connection.
 
-    {"v": 1, "op": "claim", "lease", "engine", "epoch", "blocks", "hash", "hold_s", "claim"}
+    {"v": 1, "op": "claim", "lease", "engine", "epoch", "blocks", "hash", "hold_s", "claim"[, "tail"]}
         -> {"ok": true, "block_ids": [[...], ...], "tokens", "peer": {...}} | {"ok": false, "why"}
     {"v": 1, "op": "done", "lease", "claim", "read": true | false}    -> {"ok": true}
     {"v": 1, "op": "decline", "lease"}                                -> {"ok": true}
@@ -32,6 +32,9 @@ from .lease_table import LeaseTable
 VERSION: Final = 1
 LONGEST_FRAME: Final = 1 << 20
 MOST_CONNECTIONS: Final = 512
+IDLE_S: Final = 600.0
+"""A connection that says nothing for so long is closed; a reader that comes back opens another."""
+COMPLAIN_EVERY_S: Final = 60.0
 MOST_IDLE: Final = 64
 """Holders that connections are kept to: one that restarts comes back under another port."""
 
@@ -50,7 +53,8 @@ class Claim(msgspec.Struct, frozen=True, tag_field="op", tag="claim"):
     hash: bytes
     hold_s: float
     claim: Annotated[str, Meta(max_length=64)]
-    tail: list[int] | None = None
+    tail: bytes | None = None
+    """For a lease that is read as a whole: the hash of all of its tokens, those behind the last whole block included."""
 
 
 class Done(msgspec.Struct, frozen=True, tag_field="op", tag="done"):
@@ -139,6 +143,8 @@ class LeaseServer(socketserver.ThreadingTCPServer):
         self.peer = peer
         self._open: set[socket.socket] = set()
         self._open_lock = threading.Lock()
+        self._refused = 0
+        self._complained = float("-inf")
         super().__init__(address[:2], _Connection)  # type: ignore[arg-type]
         self.port: int = self.server_address[1]
         self._thread = threading.Thread(target=self.serve_forever, args=(0.2,), name="backhaul-leases", daemon=True)
@@ -146,11 +152,21 @@ class LeaseServer(socketserver.ThreadingTCPServer):
 
     def verify_request(self, request: Any, client_address: object) -> bool:
         with self._open_lock:
-            if len(self._open) >= MOST_CONNECTIONS:
-                logger.warning("Backhaul: more than %d lease channels: one is refused", MOST_CONNECTIONS)
-                return False
-            self._open.add(request)
-            return True
+            if len(self._open) < MOST_CONNECTIONS:
+                self._open.add(request)
+                return True
+            self._refused += 1
+            if time.monotonic() - self._complained >= COMPLAIN_EVERY_S:
+                self._complained = time.monotonic()
+                logger.warning(
+                    "Backhaul: %d lease channels are open, the most there may be: the one from %s is refused, the %d. so far,"
+                    " and what comes over it is computed. A prefill engine keeps a few: does anything else connect to port %d?",
+                    MOST_CONNECTIONS,
+                    client_address,
+                    self._refused,
+                    self.port,
+                )
+            return False
 
     def shutdown_request(self, request: Any) -> None:
         with self._open_lock:
@@ -162,9 +178,7 @@ class LeaseServer(socketserver.ThreadingTCPServer):
 
     def serve(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-        )  # a reader whose machine is gone hangs up never
+        connection.settimeout(IDLE_S)  # a reader whose machine is gone hangs up never
         try:
             while (body := _receive(connection)) is not None:
                 try:
@@ -176,7 +190,7 @@ class LeaseServer(socketserver.ThreadingTCPServer):
         except (msgspec.DecodeError, BrokenChannel) as error:
             logger.warning("Backhaul: a lease channel is closed, which sent no message: %s", error)
         except OSError:
-            return  # the reader is gone; its holds end by themselves
+            return  # the reader is gone, or silent; its holds end by themselves
 
     def reply(self, message: Message) -> Answer:
         """What the table says to one message."""
@@ -188,6 +202,7 @@ class LeaseServer(socketserver.ThreadingTCPServer):
                     epoch=message.epoch,
                     blocks=message.blocks,
                     last_hash=message.hash,
+                    tail=message.tail,
                     claim=message.claim,
                     hold_s=message.hold_s,
                 )

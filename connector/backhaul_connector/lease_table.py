@@ -8,7 +8,8 @@ Its rules:
   of a lease that came meanwhile waits for its last hold.
 - A lease that is not shared is held by one reader at a time, since its first read ends it.
 - An ended lease stays in the table, unclaimable, until the workers have let go of it (`forget`).
-- A grant proves that the reader's prompt is the lease's: the whole chained hash of the last block that it asks for is equal.
+- A grant proves that the reader's prompt is the lease's: the whole chained hash of the last block that it asks for is equal,
+  and for a lease that is read as a whole that of all its tokens.
 
 The scheduler's thread and those of the lease channel use it at the same time; every public method takes the lock.
 """
@@ -47,8 +48,17 @@ class Grant:
     """An accepted claim."""
 
     block_ids: list[list[int]]
-    """The leading blocks of each KV cache group, D's own ids."""
+    """The leading blocks of each KV cache group, D's own ids; all that are kept of a lease that is read as a whole."""
     tokens: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What makes a lease good for nothing but a read of all of it."""
+
+    tokens: int
+    tail: bytes
+    """The hash of all these tokens (`Shape.tail_hash`)."""
 
 
 @dataclass
@@ -61,10 +71,15 @@ class _Lease:
     shared: bool
     began: float
     expires: float
+    whole: Whole | None = None
     holds: dict[str, float] = field(default_factory=dict)
     """Until when, by claim."""
     ending: End | None = None
     """How it ends once no one holds it."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.hashes) * self.block_size if self.whole is None else self.whole.tokens
 
     @property
     def can_be_evicted(self) -> bool:
@@ -131,12 +146,13 @@ class LeaseTable:
         block_size: int,
         ttl_s: float,
         shared: bool,
+        whole: Whole | None = None,
     ) -> None:
         """A finished turn's whole blocks, by the hash at each one's end. `pinned` are all blocks that stay in use for it.
         May evict older leases."""
         now = self._clock()
         with self._lock:
-            lease = _Lease(lease_id, hashes, block_ids, pinned, block_size, shared, now, now + ttl_s)
+            lease = _Lease(lease_id, hashes, block_ids, pinned, block_size, shared, now, now + ttl_s, whole)
             self._live[lease_id] = lease
             again = self._pins.intersection(pinned)
             self._pins.update(pinned)
@@ -236,7 +252,7 @@ class LeaseTable:
                 {
                     "id": lease.id,
                     "blocks": len(lease.pinned),
-                    "tokens": len(lease.hashes) * lease.block_size,
+                    "tokens": lease.tokens,
                     "age_s": round(now - lease.began, 3),
                     "remaining_s": round(lease.expires - now, 3),
                     "holds": len(lease.holds),
@@ -257,17 +273,35 @@ class LeaseTable:
     # --- the readers' side --------------------------------------------------------------------------------------------
 
     def claim(
-        self, lease_id: str, *, engine_id: str, epoch: str, blocks: int, last_hash: bytes, claim: str, hold_s: float
+        self,
+        lease_id: str,
+        *,
+        engine_id: str,
+        epoch: str,
+        blocks: int,
+        last_hash: bytes,
+        claim: str,
+        hold_s: float,
+        tail: bytes | None = None,
     ) -> Grant | str:
         """Grants the leading `blocks` blocks for `hold_s` seconds to a reader whose own hash of the last of them is
-        `last_hash`, or says why not."""
+        `last_hash`, or says why not. A lease that is read as a whole is granted to a reader that has all of its tokens:
+        `tail` is its own hash of them."""
         with self._lock:
-            answer = self._claim(lease_id, engine_id, epoch, blocks, last_hash, claim, hold_s)
+            answer = self._claim(lease_id, engine_id, epoch, blocks, last_hash, tail, claim, hold_s)
             self._claims["granted" if isinstance(answer, Grant) else answer] += 1
             return answer
 
     def _claim(
-        self, lease_id: str, engine_id: str, epoch: str, blocks: int, last_hash: bytes, claim: str, hold_s: float
+        self,
+        lease_id: str,
+        engine_id: str,
+        epoch: str,
+        blocks: int,
+        last_hash: bytes,
+        tail: bytes | None,
+        claim: str,
+        hold_s: float,
     ) -> Grant | str:
         now = self._clock()
         if engine_id != self.engine_id:
@@ -282,14 +316,18 @@ class LeaseTable:
             return "unknown_lease" if end is None else _WHY.get(end, str(end))
         if not 0 < blocks <= len(lease.hashes) or not 0 < hold_s <= LONGEST_HOLD_S:
             return "malformed"
-        if lease.hashes[blocks - 1] != last_hash:
+        if lease.hashes[blocks - 1] != last_hash or tail != (lease.whole and lease.whole.tail):
             return "differs"
+        if lease.whole is not None and blocks != len(lease.hashes):
+            return "malformed"
         if not lease.shared and lease.holds.keys() - {claim}:
             return "released"
         lease.holds[claim] = now + hold_s
         self._next_check = min(self._next_check, now + hold_s)
         if not lease.shared:
             self._to_keep.add(lease_id)
+        if lease.whole is not None:
+            return Grant([list(group) for group in lease.block_ids], lease.whole.tokens)
         return Grant([list(group[:blocks]) for group in lease.block_ids], blocks * lease.block_size)
 
     def done(self, lease_id: str, claim: str, *, read: bool) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .command import Connector, Device, EnginesConfig
 from .models import BUILT_IN
+from .settings import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[str(connector) for connector in Connector],
         default=str(defaults.connector),
         help="what moves KV: backhaul's own, which proves every read, or vLLM's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--connector-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"a setting of backhaul's connector ({', '.join(Settings.__struct_fields__)}); may be repeated",
     )
     parser.add_argument("--dtype", metavar="TYPE", help="such as float32 (default: the model's)")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
@@ -67,6 +75,7 @@ def config_from(args: argparse.Namespace, vllm_args: Sequence[str]) -> EnginesCo
         python=args.python,
         device=None if args.device == "auto" else Device(args.device),
         connector=Connector(args.connector),
+        connector_options=tuple(args.connector_option),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         prefill_prefix_caching=args.prefill_prefix_caching,

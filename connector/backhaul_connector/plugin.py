@@ -1,7 +1,7 @@
 """A vLLM plugin that puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
 
 vLLM loads it in each of its processes through the entry point group `vllm.general_plugins`. Only an API server imports
-the two modules that are changed here, so nothing happens in an engine core or a worker.
+the three modules that are changed here, so nothing happens in an engine core or a worker.
 
 A streamed answer to a request that has `kv_transfer_params` (`{}` too), one prompt and one choice ends with an event
 whose choice has a `finish_reason`. That event, and no other, gains
@@ -9,9 +9,10 @@ whose choice has a `finish_reason`. That event, and no other, gains
     "kv_transfer_params": {<the handle, if D kept the blocks>, "backhaul": {"version": 1, "token_ids": [...]}}
 
 with the ids of the whole answer, beside what our connector has put under `backhaul`. vLLM 0.33 puts the handle there
-itself; then only the ids are added. Whatever the
-installed vLLM turns out to be, a stream is never broken by this: what does not look as expected is left alone, and a
-warning says so. `/metrics` has `backhaul_plugin_info` where both endpoints carry handles.
+itself; then only the ids are added. `/v1/messages` is made of such a chat stream, whose events are written anew: what the
+finishing one gained goes into `message_delta`. `/v1/responses` needs nothing. Whatever the installed vLLM turns out to be,
+a stream is never broken by this: what does not look as expected is left alone, and a warning says so. `/metrics` has
+`backhaul_plugin_info` where all of these endpoints carry handles.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Target:
     method: str
     parameters: tuple[str, ...]
     """Names that it must have."""
+    rewrites: bool = False
+    """It makes its events of another target's."""
 
 
 TARGETS = (
@@ -62,6 +65,13 @@ TARGETS = (
         "OpenAIServingCompletion",
         "completion_stream_generator",
         ("self", "request", "result_generator", "num_prompts"),
+    ),
+    Target(
+        "vllm.entrypoints.anthropic.serving",
+        "AnthropicServingMessages",
+        "message_stream_converter",
+        ("self", "generator"),
+        rewrites=True,
     ),
 )
 
@@ -103,7 +113,7 @@ def patch(module: ModuleType, target: Target) -> bool:
     if missing:
         logger.warning("Backhaul: %s takes no %s: left as it is", target.method, ", ".join(missing))
         return False
-    setattr(owner, target.method, wrap(original))
+    setattr(owner, target.method, (wrap_rewriting if target.rewrites else wrap)(original))
     _patched.add(target.method)
     if _patched == {t.method for t in TARGETS}:
         _publish()
@@ -139,6 +149,67 @@ def wrap(original: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., As
 
     generator.backhaul_version = VERSION  # type: ignore[attr-defined]
     return generator
+
+
+def wrap_rewriting(original: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., AsyncGenerator[str, None]]:
+    """The same generator, except for a `message_delta` whose chat stream had something added."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generator(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        with _harmless():
+            call = signature.bind(*args, **kwargs)
+            added = Added()
+            call.arguments["generator"] = _watch(call.arguments["generator"], added)
+            return _with_added(original(*call.args, **call.kwargs), added)
+        return original(*args, **kwargs)
+
+    generator.backhaul_version = VERSION  # type: ignore[attr-defined]
+    return generator
+
+
+@dataclass
+class Added:
+    """The `kv_transfer_params` of a chat stream, once they have come."""
+
+    params: msgspec.Raw | None = None
+
+    def note(self, event: str) -> None:
+        if _PARAMS in event:
+            found = msgspec.json.decode(event.removeprefix("data: "), type=_Chunk).kv_transfer_params
+            self.params = self.params if bytes(found) == b"null" else found
+
+
+async def _watch(events: AsyncIterator[str], added: Added) -> AsyncIterator[str]:
+    async for event in events:
+        with _harmless():
+            added.note(event)
+        yield event
+
+
+async def _with_added(events: AsyncGenerator[str, None], added: Added) -> AsyncGenerator[str, None]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            changed = None
+            if added.params is not None and event.startswith(_MESSAGE_DELTA):
+                with _harmless():
+                    changed = with_params(event, added.params)
+            yield event if changed is None else changed
+
+
+def with_params(event: str, params: msgspec.Raw) -> str:
+    """The event with `kv_transfer_params`; all other bytes are kept."""
+    fields = msgspec.json.decode(event.removeprefix(_MESSAGE_DELTA), type=dict[str, msgspec.Raw])
+    fields["kv_transfer_params"] = params
+    return f"{_MESSAGE_DELTA}{msgspec.json.encode(fields).decode()}\n\n"
+
+
+_PARAMS = '"kv_transfer_params"'
+_MESSAGE_DELTA = "event: message_delta\ndata: "
+
+
+class _Chunk(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def _is_for(arguments: dict[str, Any]) -> bool:

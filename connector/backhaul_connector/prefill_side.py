@@ -34,6 +34,10 @@ class Prefill:
     """The lease to read from, while that is the plan."""
     blocks: int = 0
     """How many of its leading blocks hold this prompt."""
+    tokens: int = 0
+    """And how many of its leading tokens."""
+    tail: bytes | None = None
+    """For a lease that is read as a whole: the hash of these tokens of the prompt."""
     claim: Claim | None = None
     stale: bool = False
     """The last grant was too old when the request was next looked at."""
@@ -80,11 +84,17 @@ class PrefillSide:
         if published is None:
             return "malformed"
         prefill.account.offered = len(published) // locators.LOCATOR_BYTES * offer.block_size
-        if offer.block_size != shape.block_size:
+        if offer.block_size != shape.block_size or offer.whole != shape.whole:
             return "unsupported"
         mine = shape.hashes(request, min(most, shape.hashed_blocks(request)))
-        prefill.blocks = locators.common(published, mine)
-        prefill.account.verified = prefill.blocks * shape.block_size
+        blocks = locators.common(published, mine)
+        if offer.whole:
+            found = self._find_whole(request, prefill, offer, len(published) // locators.LOCATOR_BYTES, blocks)
+            if found is not None:
+                return found
+        else:
+            prefill.blocks, prefill.tokens = blocks, blocks * shape.block_size
+        prefill.account.verified = prefill.tokens
         prefill.target = Target(
             host=handle.remote_host,
             port=offer.lease.port,
@@ -95,16 +105,30 @@ class PrefillSide:
         )
         return None if prefill.blocks else "diverged"
 
+    def _find_whole(self, request: Request, prefill: Prefill, offer: Offer, offered: int, common: int) -> str | None:
+        """Takes an offer that is good as a whole only, if the prompt goes on where it ends; why not, if it is no such offer."""
+        tokens = offer.tokens
+        if tokens is None or tokens // self._shape.block_size != offered:
+            return "malformed"
+        prefill.account.offered = tokens
+        if common == offered and tokens < request.num_prompt_tokens:
+            prefill.tail = self._shape.tail_hash(request, tokens)
+            if prefill.tail is not None:
+                prefill.blocks, prefill.tokens = common, tokens
+        return None
+
     def _take_proven(self, params: dict[str, Any], prefill: Prefill, handle: Handle, most: int) -> str | None:
         size = self._shape.block_size
         held = handle.remote_num_tokens or 0
         blocks = min(held // size, most)
-        cut = handle.cut(size, blocks * size)
-        if cut is None or len(cut) != self._shape.groups:
+        if self._shape.whole:
+            return "unsupported"
+        cut = self._shape.cut(handle, blocks * size)
+        if cut is None:
             return "malformed"
         prefill.account.offered = held // size * size
         prefill.account.verified = blocks * size
-        prefill.blocks = blocks
+        prefill.blocks, prefill.tokens = blocks, blocks * size
         prefill.by_tokens = True
         params["remote_block_ids"] = cut
         params["remote_num_tokens"] = blocks * size
@@ -127,11 +151,13 @@ class PrefillSide:
         if params.get("_remote_blocks_processed"):
             # Asked again after a failed read, or a preemption: there is no second read, and to promise one would park the
             # request forever (0.32, pull_scheduler.py).
-            if not account.pulled:
-                account.local = local
+            if account.pulled:  # vLLM took the blocks away since: what was read is gone
+                account.pulled = account.bytes = 0
+                account.why = "read_failed"
+            account.local = local
             return 0, False
         account.local = local
-        count = prefill.blocks * self._shape.block_size - local
+        count = prefill.tokens - local
         why = "local_hit" if count <= 0 else "below_threshold" if count < self._shape.recompute_threshold else None
         if prefill.by_tokens:
             if why is None:
@@ -152,7 +178,7 @@ class PrefillSide:
             claim, prefill.stale = None, True
         if claim is None:
             last = request.block_hashes[prefill.blocks * self._shape.hashes_per_block - 1]
-            prefill.claim = self._claims.claim(prefill.target, prefill.blocks, bytes(last))
+            prefill.claim = self._claims.claim(prefill.target, prefill.blocks, bytes(last), prefill.tail)
             return None, False
         return self._use_answer(params, prefill, claim, count)
 
@@ -166,11 +192,11 @@ class PrefillSide:
             answer = Answer(ok=False, why="unreachable")
         else:
             prefill.account.claim_ms = round(claim.took_ms, 3)
-        tokens = prefill.blocks * self._shape.block_size
+        tokens = prefill.tokens
         if not answer.ok:
             self._decline(params, prefill, answer.why or "malformed")
             return 0, False
-        if answer.tokens != tokens or [len(ids) for ids in answer.block_ids] != [prefill.blocks] * self._shape.groups:
+        if answer.tokens != tokens or not self._shape.is_exactly(answer.block_ids, tokens):
             self._decline(params, prefill, "malformed")
             return 0, False
         prefill.stale = False
@@ -186,7 +212,7 @@ class PrefillSide:
         monotonic clock, if there is a limit."""
         if tokens > 0:
             prefill.account.pulled = tokens
-            prefill.account.bytes = tokens // self._shape.block_size * self._shape.block_bytes
+            prefill.account.bytes = self._shape.bytes_between(prefill.account.local, prefill.account.local + tokens)
             prefill.read_began = self._clock()
             return prefill.claim.ends - self._margin_s if prefill.claim is not None else None
         if prefill.target is not None:
@@ -224,11 +250,13 @@ class PrefillSide:
         ):
             if value:
                 self.counts[metric, ""] += value
+        tail = self._shape.tail_hash(request, request.num_prompt_tokens)
         return {
             EXTENSION: {
                 "version": VERSION,
                 "account": account.fields(),
                 "prompt_hash": self._shape.hash_at(request, request.num_prompt_tokens),
+                "prompt_tail": None if tail is None else tail.hex(),
                 "prompt_tokens": request.num_prompt_tokens,
             }
         }

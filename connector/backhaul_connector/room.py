@@ -9,9 +9,11 @@ from .shape import Request
 class Room:
     """Requests that found no blocks ask again. vLLM tells the connector of each attempt, and of those that succeed."""
 
-    def __init__(self, leases: LeaseTable, block_size: int) -> None:
+    def __init__(self, leases: LeaseTable, block_size: int, groups: int = 1) -> None:
+        """`groups`: each KV cache group takes blocks of its own for the same tokens."""
         self._leases = leases
         self._block_size = block_size
+        self._groups = groups
         self._fits = False
         self._refused: set[str] = set()
         """Requests that were to fit by their own count, and did not."""
@@ -30,7 +32,7 @@ class Room:
             self._leases.make_room(needed - free)
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+        return -(-tokens // self._block_size) * self._groups
 
     def attempted(self, request_id: str) -> None:
         """vLLM is about to allocate blocks for the request that room was made for last."""
@@ -44,5 +46,6 @@ class Room:
     def keep(self, running: int, free: int) -> None:
         """Each of the `running` requests may need a block more at every step, and the workers let go of a lease a step later.
         vLLM does not ask for these: it would preempt a request."""
-        if self._leases.occupied and free < 2 * running:
-            self._leases.make_room(2 * running - free)
+        wanted = 2 * running * self._groups
+        if self._leases.occupied and free < wanted:
+            self._leases.make_room(wanted - free)

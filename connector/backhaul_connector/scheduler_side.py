@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
 
-from . import handles
+from . import cache_groups, handles
 from .claims import Claims
 from .decode_side import Decode, DecodeSide
 from .lease_channel import LeaseServer
@@ -51,16 +51,19 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         groups = kv_cache_config.transfer_groups
+        self._windows = cache_groups.windows([group.kv_cache_spec for group in groups], self.block_size)
         self._shape = Shape(
             block_size=self.block_size,
             groups=len(groups),
-            block_bytes=self.transfer_tp_size * sum(map(_bytes_of_block, groups)),
+            block_bytes=[self.transfer_tp_size * _bytes_of_block(group) for group in groups],
             recompute_threshold=self.kv_recompute_threshold,
             bidirectional=bool(self.is_bidirectional_kv_xfer_enabled),
             unsupported=self._why_unsupported(),
+            windows=() if isinstance(self._windows, str) else self._windows,
+            extra_keys=cache_groups.extra_keys,
         )
         self.leases = LeaseTable(engine_id, kv_cache_config.num_blocks, settings.max_leased_fraction)
-        self._room = Room(self.leases, self.block_size)
+        self._room = Room(self.leases, self.block_size, len(kv_cache_config.kv_cache_groups))
         port = settings.lease_port
         if port:
             port += vllm_config.parallel_config.data_parallel_index
@@ -83,6 +86,8 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._outbox = _Outbox()
         self._gauges_shown = (0, 0)
         self._gauges_at = 0.0
+        if self._shape.whole:
+            logger.info("Backhaul: KV is read as a whole or not at all: some layers have a sliding window")
         if self._shape.unsupported:
             logger.warning("Backhaul: no digests are published and no handle is read: %s", self._shape.unsupported)
 
@@ -93,10 +98,10 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return "context parallelism spreads a block over ranks"
         if self.use_host_buffer:
             return "KV travels through a host buffer"
-        if self._is_hma_required or self._has_mamba or self._bounded_replay:
-            return "some layers keep no KV of whole prefixes (sliding window, state space)"
-        if any(group.kv_cache_spec.block_size != self.block_size for group in self.kv_cache_config.transfer_groups):
-            return "layers differ in block size"
+        if isinstance(self._windows, str):
+            return self._windows
+        if self._has_mamba or self._bounded_replay:
+            return "some layers keep no KV of whole prefixes"
         return None
 
     def _peer(self) -> dict[str, int]:
@@ -234,8 +239,8 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if request.kv_transfer_params.get("do_remote_prefill"):
             done: Answer = super().request_finished(request, block_ids)  # never scheduled: P is told
             return done
-        blocks = self._decode_side.kept_blocks(request, decode) if request.status in _FINISHED else None
-        if blocks is None:
+        tokens = self._decode_side.kept_tokens(request, decode) if request.status in _FINISHED else None
+        if tokens is None:
             self._stop_heartbeat(rid)
             self._reqs_not_processed.add(rid)
             return False, self._decode_side.account(request, decode)
@@ -244,7 +249,7 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._reqs_not_processed.add(rid)
             return delay, self._decode_side.account(request, decode)
         self._reqs_need_send[rid] = float("inf")  # the lease table says when it ends
-        return delay, self._decode_side.keep(request, decode, blocks, block_ids, out)
+        return delay, self._decode_side.keep(request, decode, tokens, block_ids, out)
 
     # --- leases -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -30,3 +30,19 @@ def read(extra_config: Mapping[str, Any]) -> Settings:
         return msgspec.convert({k: v for k, v in extra_config.items() if k in Settings.__struct_fields__}, Settings)
     except msgspec.ValidationError as error:
         raise BadSetting(f"kv_connector_extra_config: {error}") from None
+
+
+def read_options(options: Sequence[str]) -> dict[str, object]:
+    """`NAME=VALUE` texts as keys for `kv_connector_extra_config`. Raises `BadSetting`."""
+    given: dict[str, str] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals or name not in Settings.__struct_fields__:
+            known = ", ".join(Settings.__struct_fields__)
+            raise BadSetting(f"--connector-option {option}: NAME=VALUE, where NAME is one of {known}")
+        given[name] = value
+    try:
+        settings = msgspec.convert(given, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadSetting(f"--connector-option: {error}") from None
+    return {name: getattr(settings, name) for name in given}

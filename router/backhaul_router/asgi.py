@@ -6,6 +6,8 @@ Beside what `Router` answers there are
     GET    /backhaul/conversations          what is on record, the conversation that was active last first
     GET    /backhaul/conversations/{id}     its reports; ?turn=N for one turn's, with &wait=S for one that is about to end
     DELETE /backhaul/conversations/{id}     ends it: what the engines hold for it is released
+    POST   /backhaul/conversations/{id}/renew   keeps what they hold for another ?ttl_s=S seconds; how long it can be used
+    POST   /backhaul/conversations/{id}/pause   keeps it over a pause of ?seconds=S, or releases it now
 
 Those under /backhaul show and end conversations of everybody, so they answer to loopback addresses only.
 """
@@ -23,12 +25,16 @@ from urllib.parse import parse_qs, quote, unquote
 
 import msgspec
 
+from .api import Api
 from .config import RouterConfig
 from .engine_client import EngineFailure
-from .errors import ConfigError, error_body, error_event
+from .errors import ConfigError
+from .hints import MAX_PAUSE_S, checked_pause
+from .leases import LeaseError
 from .report import ReuseReport
 from .reports import Recorded, ReportLog
 from .router import Reply, Request, Router
+from .wire import Endpoint, api_of
 
 log = logging.getLogger("backhaul")
 
@@ -42,6 +48,8 @@ _LINGER_S = 2.0
 """How long a refused body is still read and thrown away: a client that is writing sees the refusal only afterwards."""
 
 _JSON = ("content-type", "application/json")
+_OPENAI = Endpoint.CHAT.api
+_ERROR_EVENTS = (b'data: {"error"', b"event: error")
 
 
 class _ClientGone(Exception):
@@ -116,10 +124,10 @@ class App:
         except _ClientGone:
             return
         except _BodyTooLarge:
-            await self._refuse_body(receive, send)
+            await self._refuse_body(receive, send, scope["path"])
             return
         own = _OwnReport()
-        out = _Out(send, () if is_loopback(scope.get("client")) else self._engine_urls)
+        out = _Out(send, () if is_loopback(scope.get("client")) else self._engine_urls, scope["path"])
         answer = asyncio.ensure_future(self._answer(_request(scope, body, own), own, out))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -153,9 +161,9 @@ class App:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def _refuse_body(self, receive: Receive, send: Send) -> None:
+    async def _refuse_body(self, receive: Receive, send: Send, path: str) -> None:
         message = f"the body has more than {self.router.config.max_body_bytes} bytes, the limit (max_body_bytes)"
-        body = error_body(message, type_="invalid_request_error", code="body_too_large")
+        body = _error(413, message, "body_too_large", api_of(path))
         headers = [_JSON, ("x-should-retry", "false"), ("connection", "close"), ("content-length", str(len(body)))]
         await send(_start(413, headers))
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -206,6 +214,7 @@ class App:
             return
         method, path = scope["method"], _raw_path(scope)
         _, found, name = path.partition(f"{CONVERSATIONS}/")
+        of, _, verb = name.rpartition("/")
         if path == CONVERSATIONS and method == "GET":
             listed = [recorded.summary() for recorded in self.reports.newest_first()]
             await _send_json(send, 200, {"conversations": listed})
@@ -213,6 +222,8 @@ class App:
             await self._show(unquote(name), parse_qs(scope.get("query_string", b"").decode("latin-1")), send)
         elif found and name and method == "DELETE":
             await self._end(unquote(name), send)
+        elif of and verb in ("renew", "pause") and method == "POST":
+            await self._keep(unquote(of), verb, parse_qs(scope.get("query_string", b"").decode("latin-1")), send)
         elif path == CONVERSATIONS or (found and name):
             await _send_error(send, 405, f"{method} is not for {path}", "method_not_allowed")
         else:
@@ -233,6 +244,23 @@ class App:
             return
         await _send_json(send, 200, _shown_whole(recorded, turn))
 
+    async def _keep(self, conversation: str, verb: str, query: dict[str, list[str]], send: Send) -> None:
+        """`renew` and `pause`. What is not on record has nothing that could be kept, which the answers say."""
+        name = "ttl_s" if verb == "renew" else "seconds"
+        try:
+            given = checked_pause(float(query[name][-1])) if name in query or verb == "pause" else None
+        except (KeyError, ValueError):
+            rule = f"{name}= takes a number of seconds above 0 and at most {MAX_PAUSE_S:,.0f}"
+            await _send_error(send, 400, rule, "malformed_query")
+            return
+        try:
+            if verb == "pause" and given is not None:
+                await _send_json(send, 200, await self.router.pause(conversation, given))
+            else:
+                await _send_json(send, 200, {"remaining_s": await self.router.renew(conversation, given)})
+        except LeaseError as error:
+            await _send_error(send, 502, str(error), "lease_failed")
+
     async def _end(self, conversation: str, send: Send) -> None:
         known = self.reports.forget(conversation)
         await self.router.end_conversation(conversation)
@@ -246,8 +274,9 @@ class App:
 class _Out:
     """One answer on its way to its client. Error messages go without the engines' URLs to clients elsewhere."""
 
-    def __init__(self, send: Send, withheld: Sequence[bytes]) -> None:
+    def __init__(self, send: Send, withheld: Sequence[bytes], path: str) -> None:
         self._send = send
+        self._api = api_of(path)
         self._withheld = withheld
         self._streaming = False
         self._complete = False
@@ -257,14 +286,14 @@ class _Out:
         await _send_whole(self._send, status, headers, self._shown(body) if status >= 400 else body)
 
     async def error(self, status: int, message: str, code: str) -> None:
-        await self.whole(status, [_JSON, ("x-should-retry", "false")], _error(status, message, code))
+        await self.whole(status, [_JSON, ("x-should-retry", "false")], _error(status, message, code, self._api))
 
     async def begin(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
         self._streaming = True
         await self._send(_start(status, headers))
 
     async def chunk(self, data: bytes) -> None:
-        shown = self._shown(data) if data.startswith(b'data: {"error"') else data
+        shown = self._shown(data) if data.startswith(_ERROR_EVENTS) else data
         await self._send({"type": "http.response.body", "body": shown, "more_body": True})
 
     async def end(self) -> None:
@@ -278,8 +307,12 @@ class _Out:
         if not self._streaming:
             await self.error(503, message, "shutting_down")
             return
-        await self.chunk(error_event(message, type_="server_error", code="shutting_down"))
+        await self.broken(message, "shutting_down")
         await self.end()
+
+    async def broken(self, message: str, code: str) -> None:
+        """An error event in a stream."""
+        await self.chunk(self._api.error_event(message, type_="server_error", code=code))
 
     def _shown(self, message: bytes) -> bytes:
         for url in self._withheld:
@@ -302,7 +335,7 @@ async def _relay(reply: Reply, chunks: AsyncIterator[bytes], own: _OwnReport, ou
         async for chunk in chunks:
             await out.chunk(chunk)
     except EngineFailure as failure:
-        await out.chunk(error_event(failure.message, type_="server_error", code="decode_failed"))
+        await out.broken(failure.message, "decode_failed")
     await out.end()
 
 
@@ -389,9 +422,9 @@ async def _send_error(send: Send, status: int, message: str, code: str) -> None:
     await _send_whole(send, status, [_JSON], _error(status, message, code))
 
 
-def _error(status: int, message: str, code: str) -> bytes:
+def _error(status: int, message: str, code: str, api: Api = _OPENAI) -> bytes:
     type_ = "server_error" if status >= 500 else "invalid_request_error"
-    return error_body(message, type_=type_, code=code)
+    return api.error(message, type_=type_, code=code)
 
 
 async def _send_unknown(send: Send, conversation: str) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from .engine_client import EngineCall, EngineClient, EngineFailure
-from .fleet import AUDITED, Engine, Fleet, connector_counters
+from .fleet import AUDITED, Baseline, Engine, Fleet, connector_counters, start_of
 
 _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditLine:
-    """One counter of one prefill engine. Counts are tokens since the router connected."""
+    """One counter of one prefill engine. Counts are tokens since the router connected, or found the engine restarted."""
 
     engine: str
     counter: str
@@ -26,14 +27,18 @@ class AuditLine:
     unaccounted: int
     """Prefills of this router that ended without an account: timeouts, clients that left."""
     alarm: bool
+    restarted: bool = False
+    """The engine has counted from 0 again: what it did until now cannot be compared, and what comes is."""
 
     @property
     def difference(self) -> int:
         return self.counted - self.router
 
     def __str__(self) -> str:
+        if self.restarted:
+            return f"{self.engine} was restarted: its {self.counter} tokens are compared from here on"
         if self.difference < 0:
-            cause = "reuse was reported that the engine did not count: it may have restarted"
+            cause = "reuse was reported that the engine did not count"
         elif self.unaccounted:
             cause = f"{self.unaccounted} prefills ended without an account, or another client uses the engine"
         else:
@@ -59,12 +64,21 @@ async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: 
         return []
     if answer.status != 200:
         return []
-    counters = connector_counters(answer.body.decode(errors="replace"))
+    page = answer.body.decode(errors="replace")
+    counters, started_at = connector_counters(page), start_of(page)
     accounted = fleet.accounted(engine)
     in_flight = busy > 0 or fleet.busy(engine) > 0 or accounted != before
+    base = fleet.baseline(engine)
+    restarted = _restarted(base, counters, started_at)
+    if not restarted:
+        fleet.rebase(engine, replace(base, seen=counters))
+    elif not in_flight:
+        base = Baseline(accounted, counters, counters, started_at)
+        fleet.rebase(engine, base)
     lines = []
     for name in AUDITED:
-        router, counted = accounted.get(name, 0), counters[name] - engine.at_start.get(name, 0)
+        router = accounted.get(name, 0) - base.accounted.get(name, 0)
+        counted = counters[name] - base.counted.get(name, 0)
         off = abs(counted - router) > tolerance * max(abs(counted), router)
         lines.append(
             AuditLine(
@@ -75,6 +89,14 @@ async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: 
                 in_flight=in_flight,
                 unaccounted=fleet.unaccounted(engine),
                 alarm=off and not in_flight,
+                restarted=restarted,
             )
         )
     return lines
+
+
+def _restarted(base: Baseline, counters: Mapping[str, int], started_at: float | None) -> bool:
+    """Whether another process counts than did before. One whose page does not say when it began shows in what it lacks."""
+    if started_at is not None and base.started_at is not None:
+        return started_at != base.started_at
+    return any(counters[name] < base.seen.get(name, 0) for name in AUDITED)

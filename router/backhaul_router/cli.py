@@ -275,8 +275,12 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
     _add_bench_ttft(kinds)
     _add_bench_overhead(kinds)
+    _add_bench_client(kinds)
     _add_bench_exact(kinds)
     _add_bench_retokenise(kinds)
+    _add_bench_exact_histories(kinds)
+    _add_bench_digests(kinds)
+    _add_bench_idle(kinds)
 
 
 def _add_bench_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -335,6 +339,7 @@ def _add_bench_overhead(kinds: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument(
         "--turns", type=int, metavar="N", help="for each figure; large bodies get a quarter (default: 200)"
     )
+    _add_connector(parser)
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
     parser.set_defaults(run=_bench_overhead)
 
@@ -342,12 +347,80 @@ def _add_bench_overhead(kinds: argparse._SubParsersAction[argparse.ArgumentParse
 def _bench_overhead(args: argparse.Namespace) -> int:
     with _installed("bench"):
         from backhaul.bench import command, overhead
-    given = {name: getattr(args, name) for name in ("body_bytes", "concurrency", "turns", "json")}
+    given = {name: getattr(args, name) for name in ("body_bytes", "concurrency", "turns", "connector", "json")}
     options = command.OverheadOptions(**{name: value for name, value in given.items() if value is not None})
     try:
         return command.measure_overhead(options)
     except (command.OptionsError, overhead.NotWarm, OSError) as error:
         raise CommandError(str(error)) from error
+
+
+def _add_bench_client(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "client",
+        help="what a call costs the agent's process: openai's client and ours",
+        epilog="Exit status: 1 if the two sent different bodies.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--messages", type=_numbers, metavar="N,N,...", help="in a history (default: 2,20,200)")
+    parser.add_argument("--repeats", type=_count, metavar="N", help="for each figure (default: 50)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_client)
+
+
+def _bench_client(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import client
+    given = {name: getattr(args, name) for name in ("messages", "repeats", "json")}
+    options = client.Options(**{name: value for name, value in given.items() if value is not None})
+    if min(options.messages) < 1:
+        raise CommandError("--messages: 1 or more")
+    return client.main(options)
+
+
+def _add_bench_digests(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "digests",
+        help="what proving a long history costs the engines' schedulers, and the wire (no engines needed)",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--tokens", type=_count, default=131_072, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--block-size", type=_count, default=16, metavar="TOKENS", help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=_count, default=30, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the figures")
+    parser.set_defaults(run=_bench_digests)
+
+
+def _bench_digests(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import digests
+    if args.tokens < args.block_size:
+        raise CommandError(f"--tokens {args.tokens}: at least one block of {args.block_size}")
+    names = ("tokens", "block_size", "repeats", "json")
+    return digests.main(digests.Options(**{name: getattr(args, name) for name in names}))
+
+
+def _add_bench_idle(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "idle", help="the processor time of an idle decode engine (vLLM, started here), without and with a lease"
+    )
+    parser.add_argument("--model", default="tiny", metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
+    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
+    _add_connector(parser)
+    parser.add_argument("--seconds", type=_count, default=10, metavar="S", help="for each line (default: %(default)s)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_idle)
+
+
+def _bench_idle(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import idle
+    from backhaul_connector.launch import Connector
+
+    names = ("model", "python", "seconds", "json")
+    options = idle.Options(connector=Connector(args.connector), **{name: getattr(args, name) for name in names})
+    with _engine_trouble():
+        return idle.main(options)
 
 
 def _add_bench_exact(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -374,6 +447,30 @@ def _bench_exact(args: argparse.Namespace) -> int:
     options = exact.Options(proof=Proof(args.proof), **{name: getattr(args, name) for name in names})
     with _engine_trouble():
         return exact.main(options)
+
+
+def _add_bench_exact_histories(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "exact-histories",
+        help="what `exact_histories` gains an agent that calls tools (vLLM engines)",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="smollm2", metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
+    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
+    parser.add_argument(
+        "--conversations", type=_count, default=8, metavar="N", help="of eight turns (default: %(default)s)"
+    )
+    _add_connector(parser)
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the figures")
+    parser.set_defaults(run=_bench_exact_histories)
+
+
+def _bench_exact_histories(args: argparse.Namespace) -> int:
+    from backhaul.bench import exact_histories
+
+    names = ("model", "python", "conversations", "connector", "json")
+    with _engine_trouble():
+        return exact_histories.main(exact_histories.Options(**{name: getattr(args, name) for name in names}))
 
 
 def _add_bench_retokenise(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

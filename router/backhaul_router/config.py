@@ -23,6 +23,13 @@ class RouterConfig:
     decode: tuple[str, ...]
     reuse: bool = True
     """False runs every turn cold and releases what it leaves."""
+    match_history: bool = True
+    """A request that names no conversation belongs to the one whose messages it continues, or begins one without a name. False:
+    it belongs to none, and leaves nothing."""
+    exact_histories: bool = False
+    """An assistant's message that comes back as it was answered, but as other tokens (tokenised anew, its reasoning left out, its
+    tool calls written anew), is replaced by the tokens that the engine made: the model reads what it wrote, and all of it can
+    be reused. Chat completions only. It keeps the tokens of every history, four bytes each, and renders every prompt."""
     route: Route | None = None
     """Forces a route wherever it is possible and exact, for tests and measurements."""
     decoder_kv_blocks_ttl: float = 480.0

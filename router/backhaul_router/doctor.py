@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from .http_client import HttpClient
 from .engine_client import EngineClient
 from .errors import ConfigError
 from .exchange import Exchange, Verdict, exchange
 from .fleet import Engine, Role, check_fit
+from .http_client import HttpClient
 from .probe import Unreachable, describe
 from .serve_options import API_KEY_VARIABLE
 

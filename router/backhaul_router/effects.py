@@ -22,6 +22,8 @@ class Take:
 
     key: Key
     chain: bytes
+    parent: str | None = None
+    """The conversation that this one forks, perhaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +175,19 @@ class DropEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteResponse:
+    """A conversation's answer has an id, by which a later request may go on from it."""
+
+    response: str
+    conversation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """The turn's report is complete."""
 
     report: ReuseReport
 
 
-Action = Respond | Send | Release | EndLease | GiveBack | Lost | Settle | DropEngine | Record
+Action = Respond | Send | Release | EndLease | GiveBack | Lost | Settle | DropEngine | NoteResponse | Record
 Actions = tuple[Action, ...]

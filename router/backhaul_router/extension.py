@@ -73,6 +73,7 @@ class _Said(msgspec.Struct):
     account: Account | None = None
     token_ids: tuple[int, ...] | None = None
     digests: str | None = None
+    whole: bool = False
     lease: Lease | None = None
 
 
@@ -87,6 +88,8 @@ class Said:
     """What of it the next engine is sent: everything but what is meant for the router. `None` for nothing."""
     digests: bool = False
     """It carries digests, so that a P of ours can check the handle by itself."""
+    whole: bool = False
+    """The handle is good to its very end or not at all: nobody can cut it (a sliding window)."""
     lease: Lease | None = None
     account: Account | None = None
     token_ids: tuple[int, ...] | None = None
@@ -108,6 +111,7 @@ def read(raw: Raw | bytes | None) -> Said:
     return Said(
         passed_on=_encode(kept) if len(kept) > 1 else None,
         digests=said.digests is not None,
+        whole=said.whole,
         lease=said.lease,
         account=said.account,
         token_ids=said.token_ids,

@@ -55,6 +55,8 @@ class Engine:
     """Version of our connector, where it runs and the version is known here."""
     at_start: Mapping[str, int] = field(default_factory=dict, compare=False)
     """The connector's token counters when the engine was asked (`connector_counters`)."""
+    started_at: float | None = field(default=None, compare=False)
+    """When the process that answered began (`start_of`); `None` where it does not say."""
     ranks: frozenset[str] = frozenset()
     """Its data-parallel ranks, where one address stands for several."""
 
@@ -120,6 +122,26 @@ def connector_counters(metrics: str) -> dict[str, int]:
     for name, value in _COUNTED.findall(metrics):
         counted[name] += int(float(value))
     return dict(counted)
+
+
+_START = re.compile(r"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+def start_of(metrics: str) -> float | None:
+    """When the process behind an engine's `/metrics` page began, in seconds since 1970 by its own clock."""
+    found = _START.search(metrics)
+    return float(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """From where on a router's accounts and an engine's counters are compared."""
+
+    accounted: Mapping[str, int]
+    counted: Mapping[str, int]
+    seen: Mapping[str, int]
+    """The counters when they were last read."""
+    started_at: float | None
 
 
 class _Card(msgspec.Struct):
@@ -219,6 +241,7 @@ class Fleet:
         self._to_release: dict[Holder, list[str]] = {}
         self._ranks: dict[str, set[str]] = {}
         self._accounts: dict[str, Counter[str]] = {}
+        self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -333,6 +356,16 @@ class Fleet:
         """What the engine's accounts add up to."""
         with self._lock:
             return dict(self._accounts.get(engine.url, {}))
+
+    def baseline(self, engine: Engine) -> Baseline:
+        """Where the engine's audit begins: when the router connected, or when a restart was noticed (`rebase`)."""
+        first = Baseline({}, engine.at_start, engine.at_start, engine.started_at)
+        with self._lock:
+            return self._baselines.get(engine.url, first)
+
+    def rebase(self, engine: Engine, baseline: Baseline) -> None:
+        with self._lock:
+            self._baselines[engine.url] = baseline
 
     def busy(self, engine: Engine) -> int:
         """Calls in flight."""

@@ -1,21 +1,23 @@
-"""Which conversation a request belongs to, by what the caller said explicitly, else by the scope that it runs in."""
+"""Which conversation a request belongs to: by what the caller says, else by the scope and the framework that it runs in, else by
+what its tool sends of its own accord. Where there is none of these the router goes by the history (`ledger.find`)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Final
 
-MAX_ID_BYTES = 256
+from . import harness
+from .ids import MAX_ID_BYTES, Identity, fits
+from .known_responses import KnownResponses
+
+__all__ = ["FIELDS", "HEADERS", "MAX_ID_BYTES", "PARENT_HEADER", "Identity", "IdentityError", "identify", "with_parent"]
+
 HEADERS = ("x-conversation-id", "x-session-id")
+PARENT_HEADER = "x-backhaul-parent"
 FIELDS = ("conversation_id", "session_id")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A conversation's id and where it came from, such as `body:session_id`."""
-
-    conversation: str
-    source: str
+_SESSIONS_PARENT: Final = "x-parent-session-id"
+"""Sent by OpenCode beside `x-session-id`."""
 
 
 class IdentityError(ValueError):
@@ -26,13 +28,38 @@ class IdentityError(ValueError):
         self.param = param
 
 
-def identify(headers: Mapping[str, str], fields: Mapping[str, object], scope: str | None = None) -> Identity | None:
+def identify(
+    headers: Mapping[str, str],
+    fields: Mapping[str, object],
+    scope: str | None = None,
+    *,
+    framework: Identity | None = None,
+    responses: KnownResponses | None = None,
+) -> Identity | None:
     """The conversation that a request names, or `None`.
 
-    `headers` has lower-case names; `fields` holds the body's values of `FIELDS`, where present. Ids match exactly, never
-    by prefix; an empty id counts as none. Raises `IdentityError` when one is not a string, longer than 256 bytes of UTF-8,
-    holds control characters, or when two explicit ids differ: a silent pick would mix two histories.
+    `headers` has lower-case names; `fields` holds what of the body may name it (`wire.Facts.ids`). Ids match exactly, never
+    by prefix; an empty id counts as none. Raises `IdentityError` when an explicit one is not a string, longer than 256 bytes
+    of UTF-8, holds control characters, or when two explicit ids differ: a silent pick would mix two histories. Ids that were
+    not made for this router are passed over when they are malformed.
     """
+    found = _explicit(headers, fields)
+    if found is not None:
+        return found
+    if scope:
+        return Identity(_checked(scope, "scope", "conversation"), "scope")
+    return (
+        framework
+        or harness.of_headers(headers)
+        or harness.of_prompt_cache_key(fields)
+        or harness.of_conversation(fields)
+        or _of_previous_response(fields, responses)
+        or harness.of_metadata(fields)
+        or harness.of_baggage(headers)
+    )
+
+
+def _explicit(headers: Mapping[str, str], fields: Mapping[str, object]) -> Identity | None:
     explicit: list[tuple[str, str, object]] = [(f"header:{name}", name, headers.get(name)) for name in HEADERS]
     explicit += [(f"body:{name}", name, fields.get(name)) for name in FIELDS]
     found: Identity | None = None
@@ -48,9 +75,27 @@ def identify(headers: Mapping[str, str], fields: Mapping[str, object], scope: st
                 "name one conversation, or leave one out",
                 name,
             )
-    if found is None and scope:
-        found = Identity(_checked(scope, "scope", "conversation"), "scope")
+    if found is not None and fits(parent := headers.get(_SESSIONS_PARENT)):
+        return dataclasses.replace(found, parent=parent)
     return found
+
+
+def _of_previous_response(fields: Mapping[str, object], responses: KnownResponses | None) -> Identity | None:
+    before = fields.get("previous_response_id")
+    conversation = responses.conversation_of(before) if responses is not None and isinstance(before, str) else None
+    return Identity(conversation, "body:previous_response_id") if conversation is not None else None
+
+
+def with_parent(identity: Identity | None, headers: Mapping[str, str], inside: str | None) -> Identity | None:
+    """The same with the parent that the request names or, where the scope names the conversation, the scope's. Raises
+    `IdentityError`."""
+    named = headers.get(PARENT_HEADER)
+    if identity is None:
+        return None
+    parent = identity.parent or (inside if identity.source == "scope" else None)
+    if named:
+        parent = _checked(named, f"header:{PARENT_HEADER}", PARENT_HEADER)
+    return identity if parent in (None, identity.conversation) else dataclasses.replace(identity, parent=parent)
 
 
 def _checked(value: object, source: str, name: str) -> str:

@@ -6,7 +6,9 @@ Invariants, whatever the interleaving of turns:
 - every handle that the ledger drops (superseded, expired, evicted, ended, flushed) is returned, to be released, once: at once,
   or a shared one when the last turn that has taken it is done;
 - a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations, none of
-  them silent for longer than `max_idle_s`.
+  them silent for longer than `max_idle_s`;
+- a history is superseded by a turn that extends it and by no other: agents that share an id, even their first messages,
+  stand beside each other.
 
 Methods neither block nor await, and hold a lock, so that several event loops may share one ledger.
 """
@@ -17,16 +19,23 @@ import dataclasses
 import heapq
 import itertools
 import threading
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import digests
+from .exact_history import Said
+from .histories import Histories
 from .report import Reason
 from .wire import Handle, process_of
 
 _numbers = itertools.count(1)
+_UNOPENED = 0
+"""Generation of a conversation that a turn is the first to file."""
+_OPENING = 2
+"""Messages of a history's first turn: a system prompt and a question."""
 
 
 class Key(NamedTuple):
@@ -88,6 +97,12 @@ class Branch:
     """Digests of the same tokens as in `blocks`, in whole spans, by which a later turn's are found sooner."""
     prompt_tokens: int = 0
     """Those of `tokens` that were the prompt; 0 where they were not counted."""
+    by_history: bool = False
+    """Its conversation has no name of its own, and is found by what it says."""
+    ran: array[int] = field(default_factory=lambda: array("I"))
+    """All ids that D ran and made, where histories are kept exact."""
+    said: Said | None = None
+    """What the answer says, which they end with."""
     number: int = field(default_factory=_numbers.__next__)
     """Tells branches apart."""
 
@@ -96,7 +111,7 @@ class Branch:
 class Taken:
     """What `take` found: the branch that shares the longest history, its handle if it can be used, else why not."""
 
-    generation: int = 0
+    generation: int = _UNOPENED
     """Tells this conversation from a later one under the same key."""
     turn: int = 1
     """Counts the conversation's turns as they begin."""
@@ -107,11 +122,17 @@ class Taken:
     """Leading messages that the request shares with the branch's record."""
     drop: tuple[Held, ...] = ()
     """To be released."""
+    forked_from: tuple[Key, int] | None = None
+    """Key and generation of the parent conversation that the branch belongs to, where the request is the first one of a
+    child that goes on from there. The parent keeps its branch."""
 
     @property
-    def related(self) -> bool:
-        """Whether the request continues, repeats or edits the branch, rather than being another agent's history."""
-        return self.branch is not None and (self.common > 0 or not self.branch.chain)
+    def extends(self) -> bool:
+        """Whether the request continues or repeats the branch: its whole record is how the request begins. Else it is
+        an edit or another agent's, and nobody can tell which."""
+        if self.branch is None or self.forked_from is not None:
+            return False
+        return self.common >= digests.count(self.branch.chain)
 
     @property
     def diverged_at(self) -> int | None:
@@ -139,6 +160,7 @@ class MemoryLedger:
         self._max_branches = max_branches
         self._max_idle_s = max_idle_s
         self._conversations: OrderedDict[Key, _Conversation] = OrderedDict()
+        self._histories = Histories(max(1, max_conversations // 2))
         self._keys: dict[tuple[str, str], set[Key]] = {}
         self._deadlines: list[tuple[float, Key, str]] = []
         self._generations = itertools.count(1)
@@ -158,9 +180,17 @@ class MemoryLedger:
         with self._lock:
             return tuple(held for c in self._conversations.values() for held in _handles(c.branches))
 
-    def take(self, key: Key, chain: bytes, now: float, usable: Callable[[Held], Reason | None]) -> Taken:
+    def take(
+        self,
+        key: Key,
+        chain: bytes,
+        now: float,
+        usable: Callable[[Held], Reason | None],
+        parent: str | None = None,
+    ) -> Taken:
         """The branch of `key` with the longest common history, and its handle, then in the caller's hands alone unless it is
-        shared.
+        shared. A handle that reading uses up is left to its branch by a turn that has little in common with it. Where `key`
+        has no branch yet, its `parent` may have one that the turn forks.
 
         `usable` says why a handle cannot be used (its engine restarted), or `None`. The caller ends with exactly one of
         `settle`, `give_back` and `lost`; after `give_back` it may settle a record with `held=None` in its `taken`.
@@ -169,23 +199,40 @@ class MemoryLedger:
             conversation, evicted = self._open(key, now)
             conversation.turns += 1
             generation, turn = conversation.generation, conversation.turns
-            if not conversation.branches:
+            source, forked_from = conversation, None
+            if not conversation.branches and parent is not None and parent != key.conversation:
+                parent_key = key._replace(conversation=parent)
+                if parent_key in self._conversations:
+                    source = self._conversations[parent_key]
+                    forked_from = (parent_key, source.generation)
+            if not source.branches:
                 return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted)
-            shared = [digests.common(chain, branch.chain) for branch in conversation.branches]
-            best = max(range(len(shared)), key=lambda i: (shared[i], conversation.branches[i].held is not None, i))
-            branch = conversation.branches[best]
+            branches = source.branches
+            shared = [digests.common(chain, branch.chain) for branch in branches]
+            best = max(range(len(shared)), key=lambda i: (shared[i], branches[i].held is not None, i))
+            branch = branches[best]
+            if forked_from is not None:
+                if not _is_fork(branch, shared[best]):
+                    return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted)
+                source.seen = now
+                self._conversations.move_to_end(forked_from[0])
+            if shared[best] >= digests.count(branch.chain):  # the others are the less recently used ones
+                branches.append(branches.pop(best))
+                shared.append(shared.pop(best))
+                best = -1
+            found = Taken(generation, turn, branch, None, None, shared[best], evicted, forked_from)
             if branch.held is None:
-                reason = branch.missing or Reason.NO_HANDLE
-                return Taken(generation, turn, branch, None, reason, shared[best], evicted)
+                return dataclasses.replace(found, reason=branch.missing or Reason.NO_HANDLE)
             unusable = Reason.EXPIRED if now >= branch.held.deadline else usable(branch.held)
+            if unusable is None and not branch.held.shared and _is_anothers(shared[best], branch):
+                return dataclasses.replace(found, reason=Reason.DIVERGED)
             if unusable is not None or not branch.held.shared:
-                conversation.branches[best] = dataclasses.replace(branch, held=None, missing=unusable or Reason.IN_USE)
+                branches[best] = dataclasses.replace(branch, held=None, missing=unusable or Reason.IN_USE)
             if unusable is not None:
-                drop = evicted + self._free([branch.held])
-                return Taken(generation, turn, branch, None, unusable, shared[best], drop)
+                return dataclasses.replace(found, reason=unusable, drop=evicted + self._free([branch.held]))
             if branch.held.shared:
                 self._takers[branch.held.name] += 1
-            return Taken(generation, turn, branch, branch.held, None, shared[best], evicted)
+            return dataclasses.replace(found, held=branch.held)
 
     def give_back(self, key: Key, taken: Taken) -> tuple[Held, ...]:
         """The turn is done with the handle and did not use it up. Returns it, to be released, when its branch is gone by now
@@ -196,7 +243,7 @@ class MemoryLedger:
             if taken.held.shared:
                 return self._done(taken.held)
             if self._replace(key, taken, held=taken.held, missing=None):
-                self._watch(key, taken.held)  # its deadline may have passed meanwhile
+                self._watch(_filed(key, taken)[0], taken.held)  # its deadline may have passed meanwhile
                 return ()
             return (taken.held,)
 
@@ -207,18 +254,22 @@ class MemoryLedger:
                 self._replace(key, taken, held=None, missing=reason)
                 return ()
             name = taken.held.name
-            return self._drop(key, lambda held: held.name == name, reason) + self._done(taken.held)
+            return self._drop(_filed(key, taken)[0], lambda held: held.name == name, reason) + self._done(taken.held)
 
     def settle(self, key: Key, taken: Taken, branch: Branch, now: float) -> tuple[Held, ...]:
         """Files what a turn left. Returns the handles to release: those that this one supersedes or pushes out, and its
         own when the conversation has ended meanwhile.
 
-        A history that shares its first message with a branch replaces it, as an extension, a retry or an edit does. One
-        that shares nothing is another agent's under the same id, and stands beside it."""
+        A history that extends or repeats a branch replaces it; any other stands beside it, and the least recently used one
+        makes room."""
         with self._lock:
             done = taken.held if taken.held is not None and taken.held.shared else None
             conversation = self._conversations.get(key)
-            if conversation is None or conversation.generation != taken.generation:
+            evicted: tuple[Held, ...] = ()
+            if conversation is None and branch.by_history and taken.generation == _UNOPENED:
+                conversation, evicted = self._open(key, now)
+                conversation.turns = taken.turn
+            elif conversation is None or conversation.generation != taken.generation:
                 return self._free(_handles([branch])) + self._done(done)
             conversation.seen = now
             self._conversations.move_to_end(key)
@@ -226,7 +277,7 @@ class MemoryLedger:
                 branch = dataclasses.replace(branch, held=None, missing=Reason.NO_HANDLE)
             replaced: list[Branch] = []
             index = self._index(conversation, taken.branch)
-            if index is not None and taken.related:
+            if index is not None and taken.extends:
                 replaced.append(conversation.branches.pop(index))
             conversation.branches.append(branch)
             if branch.held is not None:
@@ -235,7 +286,13 @@ class MemoryLedger:
                 replaced.append(conversation.branches.pop(0))
             kept = {held.name for held in _handles(conversation.branches)}
             drop = self._free(held for held in _handles(replaced) if held.name not in kept)
-            return drop + self._done(done)
+            return evicted + drop + self._done(done) + self._file_history(key, conversation)
+
+    def find(self, key: Key, chain: bytes) -> str | None:
+        """The conversation without a name whose history `chain` continues, of those that share all of `key` but the
+        conversation. Named ones are never found."""
+        with self._lock:
+            return self._histories.find(key, chain)
 
     def forget(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
         """Ends a conversation, under every model and salt. Returns the handles to release; a turn that is still running
@@ -250,10 +307,27 @@ class MemoryLedger:
             keys = self._keys.get((tenant, conversation), ())
             return tuple(held for key in keys for held in _handles(self._conversations[key].branches))
 
-    def renewed(self, conversation: str, deadlines: Mapping[tuple[str, str], float], tenant: str = "") -> None:
-        """Notes new deadlines, by `Held.name`."""
+    def drop_for(
+        self, conversation: str, condition: Callable[[Held], bool], reason: Reason, tenant: str = ""
+    ) -> tuple[Held, ...]:
+        """Drops handles of a conversation, whose histories stay. Returns the handles to release."""
+        with self._lock:
+            keys = self._keys.get((tenant, conversation), ())
+            return tuple(held for key in keys for held in self._drop(key, condition, reason))
+
+    def renewed(
+        self,
+        conversation: str,
+        deadlines: Mapping[tuple[str, str], float],
+        now: float | None = None,
+        tenant: str = "",
+    ) -> None:
+        """Notes new deadlines, by `Held.name`. With `now` the conversation does not count as silent: it is still wanted."""
         with self._lock:
             for key in self._keys.get((tenant, conversation), ()):
+                if now is not None:
+                    self._conversations[key].seen = now
+                    self._conversations.move_to_end(key)
                 branches = self._conversations[key].branches
                 for index, branch in enumerate(branches):
                     if branch.held is not None and (deadline := deadlines.get(branch.held.name)) is not None:
@@ -277,6 +351,7 @@ class MemoryLedger:
                     lambda held: held.handle.request_id == request_id and held.deadline <= now,  # noqa: B023
                     Reason.EXPIRED,
                 )
+                drop += self._close_if_one_shot(key)
         return drop
 
     def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
@@ -346,11 +421,28 @@ class MemoryLedger:
         self._keys[name].discard(key)
         if not self._keys[name]:
             del self._keys[name]
+        self._histories.drop(key)
         return self._free(_handles(self._conversations.pop(key).branches))
 
-    def _replace(self, key: Key, taken: Taken, *, held: Held | None, missing: Reason | None) -> bool:
+    def _file_history(self, key: Key, conversation: _Conversation) -> tuple[Held, ...]:
+        """Has the conversation found by its history, where it has no name. Returns what the one that makes room held."""
+        chains = [branch.chain for branch in conversation.branches if branch.by_history]
+        if not chains and key not in self._histories:
+            return ()
+        crowded_out = self._histories.put(key, chains)
+        return () if crowded_out is None else self._close(crowded_out)
+
+    def _close_if_one_shot(self, key: Key) -> tuple[Held, ...]:
+        """Forgets a conversation without a name that nobody went on with while its handle could be used."""
         conversation = self._conversations.get(key)
-        if conversation is None or conversation.generation != taken.generation:
+        if conversation is None or conversation.turns > 1 or key not in self._histories:
+            return ()
+        return () if _handles(conversation.branches) else self._close(key)
+
+    def _replace(self, key: Key, taken: Taken, *, held: Held | None, missing: Reason | None) -> bool:
+        key, generation = _filed(key, taken)
+        conversation = self._conversations.get(key)
+        if conversation is None or conversation.generation != generation:
             return False
         index = self._index(conversation, taken.branch)
         if index is None:
@@ -366,6 +458,27 @@ class MemoryLedger:
                 if candidate.number == branch.number:
                     return index
         return None
+
+
+def _is_anothers(common: int, branch: Branch) -> bool:
+    """Whether a turn is rather another agent's than an edit of the branch: it shares less than half of a history that is
+    longer than an opening."""
+    messages = digests.count(branch.chain)
+    return messages > _OPENING and 2 * common < messages
+
+
+def _is_fork(branch: Branch, common: int) -> bool:
+    """Whether a request that begins with `common` messages of a parent's record forks it, rather than having the same
+    instructions: it extends the record, or branches off behind its opening where that costs the parent nothing."""
+    if not common:
+        return False
+    shared = branch.held is not None and branch.held.shared
+    return common == digests.count(branch.chain) or (shared and common >= _OPENING)
+
+
+def _filed(key: Key, taken: Taken) -> tuple[Key, int]:
+    """Where the branch that was taken is on file."""
+    return taken.forked_from or (key, taken.generation)
 
 
 def _handles(branches: Iterable[Branch]) -> tuple[Held, ...]:

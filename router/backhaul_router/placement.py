@@ -143,7 +143,7 @@ def _offer(
     if taken.held.shared:
         # It may be of a turn before the branch's last, and without a claim nothing keeps its blocks while they are read.
         return _Offer(Reason.NO_PROOF)
-    if taken.held.handle.groups > 1:
+    if taken.held.handle.groups > 1 or taken.held.handle.whole:
         # Sliding-window and state-space groups hold only the end of the sequence: a cut handle would read nothing of use.
         return _Offer(Reason.NO_PROOF)
     blocks = reusable_blocks(prompt, taken.branch, taken.held.tokens)

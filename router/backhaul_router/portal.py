@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 _T = TypeVar("_T")
@@ -52,6 +52,10 @@ class Portal:
     def submit(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         """Starts `work` in a copy of the caller's context. Cancelling the future cancels it; never blocks."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Has the loop call something after a delay."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, call)
 
     def run(self, work: Coroutine[Any, Any, _T], limit_s: float | None = None) -> _T:
         """Waits for `work`, which is cancelled when the wait ends early. Raises `TimeoutError` after `limit_s`."""

@@ -18,6 +18,7 @@ from .fleet import (
     has_plugin,
     ranks_of,
     read_models,
+    start_of,
 )
 
 
@@ -59,6 +60,7 @@ async def describe(client: EngineClient, url: str, role: Role, timeout_s: float 
         streams_handles=has_plugin(page),
         connector=connector_of(page),
         at_start=connector_counters(page) if connector_of(page) else {},
+        started_at=start_of(page),
         ranks=ranks_of(page),
     )
 

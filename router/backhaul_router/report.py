@@ -79,16 +79,27 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation's id; `None` when the request named none."""
     turn: int
     """Counts the conversation's turns as they begin, from 1."""
+    model: str | None = None
+    """As the request names it; `None` when it names none."""
     route: Route
     proof: Proof | None = None
     reason: Reason | None = None
     """Why the route is not `warm`, or why a `warm` try ended cold; `None` on a warm turn, and on a `local` turn
     chosen because the suffix was short."""
     identity_source: str | None = None
-    """Where the conversation id came from, such as `header:x-conversation-id` or `scope`."""
+    """Where the conversation id came from, such as `header:x-conversation-id`, `scope`, or `history` where the request
+    names none and is known by its messages."""
+    parent: str | None = None
+    """The conversation that this one is a child of, as a sub-agent's is."""
     diverged_at: int | None = None
     """Index of the first message that differs from the history on record, the engine's own answer included; `None` when
     all of it matches. On `/v1/completions` the prompt counts as one message."""
+    on_record: int | None = None
+    """Tokens of the history that the router has on record and the request goes on from, prompts and answers: what it could
+    have reused if it had changed nothing. 0 when there is none, as on a first turn."""
+    exact_history: bool | None = None
+    """With `exact_histories`: the last answer came back as other tokens, and the engine's own took their place; false where that
+    could not be done. `None` where it came back as it was, and where the setting is off."""
     prompt: int | None = None
     """Tokens of the prompt."""
     offered: int = 0

@@ -1,7 +1,7 @@
 """The last reports of each conversation and their running totals: what a server can be asked after a turn.
 
 Bounded twice: so many reports of a conversation, so many conversations, of which the one that was silent for longest goes
-first. Totals count every turn, also those whose report is gone.
+first; at most half of them are without a name. Totals count every turn, also those whose report is gone.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class ReportLog:
         self._max_reports = max_reports
         self._clock = clock
         self._recorded: OrderedDict[str, Recorded] = OrderedDict()
+        self._unnamed: OrderedDict[str, None] = OrderedDict()
         self._awaited: dict[tuple[str, int], set[asyncio.Future[None]]] = {}
 
     def __len__(self) -> int:
@@ -108,8 +109,13 @@ class ReportLog:
         recorded.reports.append(report)
         recorded.total.add(report)
         recorded.last_active = self._clock()
+        if report.identity_source == "history":
+            self._unnamed[report.conversation] = None
+            self._unnamed.move_to_end(report.conversation)
+        if len(self._unnamed) > max(1, self._max_conversations // 2):
+            self.forget(next(iter(self._unnamed)))
         while len(self._recorded) > self._max_conversations:
-            self._recorded.popitem(last=False)
+            self.forget(next(iter(self._recorded)))
         for waiter in self._awaited.pop((report.conversation, report.turn), ()):
             if not waiter.done():
                 waiter.set_result(None)
@@ -122,6 +128,7 @@ class ReportLog:
 
     def forget(self, conversation: str) -> bool:
         """Whether there was anything to forget."""
+        self._unnamed.pop(conversation, None)
         return self._recorded.pop(conversation, None) is not None
 
     def has(self, conversation: str, turn: int) -> bool:

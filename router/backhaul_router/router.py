@@ -7,13 +7,12 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
-from . import wire
-from .http_client import HttpClient
+from . import digests, wire
 from .audit import AuditLine, compare
 from .config import RouterConfig
 from .effects import (
@@ -32,6 +31,7 @@ from .effects import (
     Headers,
     Lost,
     Need,
+    NoteResponse,
     Open,
     Opened,
     Read,
@@ -44,17 +44,22 @@ from .effects import (
     Took,
 )
 from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
-from .errors import ConfigError, error_body, error_event
+from .errors import ConfigError, error_event
 from .fleet import Engine, Fleet, Role, check_fit
-from .identity import IdentityError, identify
+from .hints import NO_HINTS, HintError, Hints, read_hints
+from .http_client import HttpClient
+from .identity import Identity, IdentityError, identify, with_parent
+from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
-from .ledger import Branch, Held, MemoryLedger
+from .ledger import Branch, Held, Key, MemoryLedger
 from .pairs import PairChecks
+from .pauses import Paused, pause
 from .probe import Unreachable, describe
 from .report import Reason, ReuseReport, Route
-from .scope import ConversationScope
-from .sse import EventSplitter, data_of
-from .turn import Done, Relaying, State, Turn
+from .scope import ConversationScope, parent_of
+from .sse import EventSplitter
+from .stream import cleaned
+from .turn import ONE_SHOT_S, Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
 
@@ -64,8 +69,6 @@ _FORWARDED_HEADERS = ("traceparent", "tracestate")
 _TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
 _GET = ("/v1/models", "/health", "/version")
 _POST = (
-    "/v1/responses",
-    "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/tokenize",
@@ -84,8 +87,12 @@ class Request:
     body: bytes = b""
     scope: ConversationScope | None = None
     """The conversation that the calling code is in; explicit ids in the request go before it."""
+    framework: Identity | None = None
+    """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
     route: Route | None = None
     """Overrides the configured route for this turn."""
+    hints: Hints = NO_HINTS
+    """Those of the calling code; the request's own headers go before them."""
 
 
 class Reply(Protocol):
@@ -113,9 +120,10 @@ class WholeReply:
         pass
 
 
-def _error(status: int, message: str, *, code: str, param: str | None = None) -> WholeReply:
+def _error(path: str, status: int, message: str, *, code: str, param: str | None = None) -> WholeReply:
+    """An error of ours, in the shape of the API that the path belongs to."""
     type_ = "invalid_request_error" if status < 500 else "server_error"
-    body = error_body(message, type_=type_, code=code, param=param)
+    body = wire.api_of(path).error(message, type_=type_, code=code, param=param)
     return WholeReply(status, (("content-type", "application/json"), ("x-should-retry", "false")), body)
 
 
@@ -135,10 +143,12 @@ class Router:
             connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
         )
         self.clock = clock
+        self.responses = KnownResponses()
+        """Conversations by the ids of the responses that their turns were answered with."""
         self.ledger = MemoryLedger(
             max_conversations=config.max_conversations, max_branches=config.max_branches, max_idle_s=config.max_idle_s
         )
-        self._on_report = on_report
+        self.on_report = on_report
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
         self._pairs: PairChecks | None = None
@@ -223,9 +233,10 @@ class Router:
         endpoint = _TURNS.get(path) if request.method == "POST" else None
         if endpoint is None and not self._passes(request.method, path):
             served = ", ".join((*_TURNS, *_POST))
-            return _error(404, f"{request.method} {path} is not served here; POST {served}", code="not_found")
+            return _error(path, 404, f"{request.method} {path} is not served here; POST {served}", code="not_found")
         if len(request.body) > self.config.max_body_bytes:
             return _error(
+                path,
                 413,
                 f"the body has {len(request.body)} bytes; the limit is {self.config.max_body_bytes} (max_body_bytes=)",
                 code="body_too_large",
@@ -236,21 +247,45 @@ class Router:
             return await self._pass(request, headers)
         try:
             facts = wire.read_request(endpoint, request.body)
-            identity = identify(headers, facts.ids, request.scope.id if request.scope else None)
+            identity = identify(
+                headers,
+                facts.ids,
+                request.scope.id if request.scope else None,
+                framework=request.framework,
+                responses=self.responses,
+            )
+            identity = with_parent(identity, headers, parent_of(request.scope))
+            hints = read_hints(headers, request.hints)
         except wire.MalformedBody as error:
-            return _error(400, str(error), code="malformed_body")
+            return _error(path, 400, str(error), code="malformed_body")
         except IdentityError as error:
-            return _error(400, str(error), code="conflicting_ids", param=error.param)
+            return _error(path, 400, str(error), code="conflicting_ids", param=error.param)
+        except HintError as error:
+            return _error(path, 400, str(error), code="malformed_hint", param=error.param)
         await self.connect()
         now = self.clock()
         self._end(self.ledger.sweep(now))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
-        turn = Turn(facts, identity, self.config, self.fleet, now, request.route)
+        chain = digests.chain(facts.parts)
+        if identity is None or identity.by_history:
+            identity = self._by_history(facts, chain, identity)
+        turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, chain=chain)
         run = _Run(
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
         )
         return await run.start()
+
+    def _by_history(self, facts: wire.Facts, chain: bytes, identity: Identity | None) -> Identity | None:
+        """The conversation without a name whose messages the request continues, else a new one; `identity` is that of a run,
+        which may go on from another's. Requests that leave nothing, and texts to complete, are not told apart this way."""
+        leaves = self.config.reuse and not facts.multiple and facts.alone is None
+        if not self.config.match_history or not leaves or not facts.api.numbered:
+            return identity
+        found = self.ledger.find(Key("", facts.model, facts.cache_salt, ""), chain)
+        if found is not None and (identity is None or found != identity.conversation):
+            return Identity(found, "history", identity.parent if identity else None, by_history=True)
+        return identity or Identity(f"anon-{uuid.uuid4().hex}", "history", by_history=True, new=True)
 
     @staticmethod
     def _passes(method: str, path: str) -> bool:
@@ -272,13 +307,14 @@ class Router:
 
     async def _pass(self, request: Request, headers: Mapping[str, str]) -> Reply:
         """Gives a request that is no turn to a decode engine, and its answer back."""
+        path = request.path.partition("?")[0]
         engine = self.fleet.pick(Role.DECODE)
         if engine is None:
-            return _error(503, "no decode engine is configured", code="no_engine")
+            return _error(path, 503, "no decode engine is configured", code="no_engine")
         try:
             body = wire.passed_body(request.body) if request.method == "POST" else None
         except wire.MalformedBody as error:
-            return _error(400, str(error), code="malformed_body")
+            return _error(path, 400, str(error), code="malformed_body")
         call = EngineCall(
             engine.url + request.path, body, self._engine_headers(headers, None), self.config.decode_timeout_s
         )
@@ -291,12 +327,29 @@ class Router:
             finally:
                 await stream.aclose()
         except EngineFailure as failure:
-            return _error(502, failure.message, code="decode_failed")
+            return _error(path, 502, failure.message, code="decode_failed")
         return WholeReply(stream.status, _passed_headers(stream), wire.without_handles(answer))
 
     async def end_conversation(self, conversation: str) -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
         await self._end_now(self.ledger.forget(conversation))
+
+    def renewable(self, conversation: str) -> bool:
+        """Whether something is held for it that `renew` can keep for longer."""
+        return any(held.leased for held in self.ledger.held_for(conversation))
+
+    async def pause(self, conversation: str, seconds: float) -> Paused:
+        """Keeps what is held for a conversation over a pause of `seconds`, or releases it now where it cannot be kept for so
+        long. Raises `ValueError` for what is no pause."""
+        return await pause(self, conversation, seconds)
+
+    async def release_some(self, conversation: str, names: Collection[tuple[str, str]], why: Reason) -> None:
+        """Releases handles of a conversation, by `Held.name`; its histories stay."""
+        await self._end_now(self.ledger.drop_for(conversation, lambda held: held.name in names, why))
+
+    def forget(self, conversation: str) -> None:
+        """As `end_conversation`, which releases in the background."""
+        self._end(self.ledger.forget(conversation))
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
@@ -325,7 +378,7 @@ class Router:
         now = self.clock()
         usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewed.items()}
         # What the engine does not know any more has expired.
-        self.ledger.renewed(conversation, {one.name: now + usable.get(one.name, 0.0) for one in held})
+        self.ledger.renewed(conversation, {one.name: now + usable.get(one.name, 0.0) for one in held}, now)
         return min(usable.values(), default=None)
 
     async def leases(self) -> tuple[EngineLeases, ...]:
@@ -407,18 +460,28 @@ class Router:
                 self._end(self.ledger.lost(key, taken, reason))
             case Settle(key, taken, branch):
                 self._end(self.ledger.settle(key, taken, branch, self.clock()), ride=True)
+                self._sweep_in_time(branch)
                 self._check_before_it_is_needed(branch)
             case DropEngine(decode, engine_id):
                 dropped = self.ledger.drop_engine(decode, engine_id)
                 log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
+            case NoteResponse(response, conversation):
+                self.responses.note(response, conversation)
             case Record(report):
                 self.fleet.count(report)
-                for take in (scope.record if scope is not None else None, self._on_report):
+                for take in (scope.record if scope is not None else None, self.on_report):
                     self._hand_over(report, take)
             case Respond() | Send():
                 raise AssertionError("the client's answer is the run's own")
             case _:
                 assert_never(action)
+
+    def _sweep_in_time(self, branch: Branch) -> None:
+        """What a request without a conversation left on a stock engine is released though no other request should come."""
+        if not branch.by_history or branch.held is None or branch.held.leased:
+            return
+        if (left_s := branch.held.deadline - self.clock()) <= ONE_SHOT_S:
+            asyncio.get_running_loop().call_later(left_s, lambda: self._end(self.ledger.sweep(self.clock())))
 
     def _check_before_it_is_needed(self, branch: Branch) -> None:
         """The next turn will read from this D by way of the same P, if it can: found out while the agent works."""
@@ -533,11 +596,19 @@ class _Run:
                     self._out.append(data)
                 case _:
                     self._router.perform(action, self._scope)
+                    if isinstance(action, Record):
+                        self._end_after(action.report)
+
+    def _end_after(self, report: ReuseReport) -> None:
+        """A last turn ends its conversation; one that failed may be tried again first."""
+        answered = report.status == 200 and report.error in (None, "client_gone")
+        if self._turn.hints.last_turn and answered and report.conversation is not None:
+            self._router.forget(report.conversation)
 
     async def _meet(self, need: Need) -> Event:
         match need:
-            case Take(key, chain):
-                return Took(self._router.ledger.take(key, chain, self._router.clock(), self._router.usable))
+            case Take(key, chain, parent):
+                return Took(self._router.ledger.take(key, chain, self._router.clock(), self._router.usable, parent))
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()
@@ -627,19 +698,11 @@ class _PassedStream:
         try:
             async for chunk in self._stream:
                 for event in splitter.feed(chunk):
-                    yield self._clean(event)
+                    yield cleaned(event)
         except EngineFailure as failure:
             yield error_event(failure.message, type_="server_error", code="decode_failed")
         finally:
             await self._stream.aclose()
-
-    @staticmethod
-    def _clean(event: bytes) -> bytes:
-        data = data_of(event)
-        if data is None or (cleaned := wire.without_handles(data)) == data:
-            return event
-        fields = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
-        return b"\n".join([*fields, b"data: " + cleaned]) + b"\n\n"
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -21,4 +21,10 @@ class ConversationScope(Protocol):
         """Takes the report of a turn that has just ended. May be called from another thread."""
 
 
+def parent_of(scope: ConversationScope | None) -> str | None:
+    """The id of the conversation that a scope's is a child of, which it may say as `parent_id`."""
+    parent: str | None = getattr(scope, "parent_id", None)
+    return parent
+
+
 current: ContextVar[ConversationScope | None] = ContextVar("backhaul_conversation", default=None)

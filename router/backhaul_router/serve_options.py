@@ -17,6 +17,11 @@ API_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
 _ELSEWHERE = ("prefill", "decode", "api_key")
 _HELP: Mapping[str, tuple[str, str]] = {
     "reuse": ("", "run every turn cold, and release what it leaves"),
+    "match_history": (
+        "",
+        "do not go by the messages of requests that name no conversation: they leave nothing to reuse",
+    ),
+    "exact_histories": ("", "put the engine's own tokens in place of an answer that comes back as other tokens"),
     "route": ("", "force a route wherever it is possible and exact"),
     "decoder_kv_blocks_ttl": ("SECONDS", "how long decode engines keep a finished turn's blocks: as they were started"),
     "lease_margin_s": ("SECONDS", "a handle is not used in the last seconds before its lease ends"),

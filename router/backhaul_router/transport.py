@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
 import anyio
 
-from . import portal
+from . import frameworks, hints, portal
 from .router import Reply, Request, Router
 from .scope import ConversationScope, current
 
@@ -113,6 +113,8 @@ class _Transport:
             headers=[(k, v) for k, v in request.headers.multi_items() if k.lower() not in _NOT_ASKED],
             body=body,
             scope=scope,
+            framework=None if scope is not None and scope.id else frameworks.discover(),
+            hints=hints.inside(scope.id if scope is not None else None),
         )
 
     def _arm(self) -> None:
@@ -128,7 +130,7 @@ class _Transport:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             portal.abandon(self._router)
-            self._router = Router(self._router.config)
+            self._router = Router(self._router.config, on_report=self._router.on_report)
             self._finalizer = None
 
     def _disarm(self) -> None:

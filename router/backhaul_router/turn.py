@@ -22,6 +22,8 @@ Rules that can be seen here:
 from __future__ import annotations
 
 import dataclasses
+import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
@@ -46,6 +48,7 @@ from .effects import (
     Headers,
     Lost,
     Need,
+    NoteResponse,
     Open,
     Opened,
     Read,
@@ -58,19 +61,23 @@ from .effects import (
     Took,
 )
 from .engine_client import FailureKind
-from .errors import Leg, error_body, error_event
+from .errors import Leg
+from .exact_history import Listening, Said, said, said_in, splice
 from .extension import VOID, Account, Ask, keeps_waiting, reason_of
 from .fleet import Engine, Fleet, Holder, Role
+from .hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
 from .placement import NoEngine, Placement, Prompt, needs_ids, place
 from .report import Proof, Reason, ReuseReport, Route
-from .stream import StreamFilter
+from .stream import StreamFilter, stream_filter
 
 Actions = tuple[Action, ...]
 _MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
 """Of a message, what does not become text of the prompt."""
 
+ONE_SHOT_S = 60.0
+"""For how long what a request without a conversation leaves is kept, unless another request continues it."""
 _VLLM_TTL_S = 480.0
 """vLLM's own `decoder_kv_blocks_ttl`."""
 _RIDING = 256
@@ -113,7 +120,10 @@ class Turn:
     started: float
     route: Route | None = None
     """Forces a route wherever it is possible and exact."""
+    hints: Hints = NO_HINTS
     tenant: str = ""
+    chain: bytes = b""
+    """Digests of the history's messages; made here where they are not given."""
     taken: Taken = field(default_factory=Taken)
     spare: Held | None = None
     """The handle taken, as long as no engine has been sent it; a shared one until the turn's end."""
@@ -138,11 +148,13 @@ class Turn:
     """Roles of which an engine answered with an error: one other is tried, not every one."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
+    said: Said | None = None
+    """What the answer says, where histories are kept exact."""
     draft: dict[str, Any] = field(default_factory=dict)
     first_byte: float | None = None
 
     def __post_init__(self) -> None:
-        self.chain = digests.chain(self.facts.parts)
+        self.chain = self.chain or digests.chain(self.facts.parts)
         conversation = self.identity.conversation if self.identity else ""
         self.key = Key(self.tenant, self.facts.model, self.facts.cache_salt, conversation)
 
@@ -155,16 +167,27 @@ class Turn:
         """The first step."""
         if self.identity is None:
             return self._taken(Taken(reason=Reason.NO_CONVERSATION), now)
+        if self.identity.new:
+            return self.took(Taken(reason=Reason.FIRST_TURN), now)
         return Taking(self), ()
 
     def took(self, taken: Taken, now: float) -> Step:
         """The ledger has answered."""
         self.draft["turn"] = taken.turn
+        self.draft["on_record"] = self._on_record(taken)
         self._diverged_at(taken.diverged_at)
         if not self.config.reuse:
             taken = dataclasses.replace(taken, reason=Reason.REUSE_OFF)
         state, actions = self._taken(taken, now)
         return state, (*self.release_held(*taken.drop), *actions)
+
+    def _on_record(self, taken: Taken) -> int:
+        """Tokens of the history that the request goes on from. One that shares nothing with it can still be an edit, of its
+        first message, if it is longer; else it is another agent's."""
+        if taken.branch is None:
+            return 0
+        before = digests.count(taken.branch.chain)
+        return taken.branch.tokens if taken.common or digests.count(self.chain) > before else 0
 
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
@@ -181,7 +204,8 @@ class Turn:
         facts, branch = self.facts, self.taken.branch
         if not needs_ids(self.taken, self.fleet):
             self.by_connector = True
-            return self.placed(now)
+            if not self.keeps_exact:
+                return self.placed(now)
         picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
         engines = [engine for engine in picks if engine is not None and engine.block_size]
         is_base = not facts.model or all(facts.model in engine.models for engine in engines)
@@ -196,6 +220,28 @@ class Turn:
             self.no_proof = True
             return self.placed(now)
         return Rendering(self, tuple(engines), by_tokenize or b"", now), ()
+
+    @property
+    def keeps_exact(self) -> bool:
+        """Whether the next prompt may continue the very tokens of this turn (`exact_histories`)."""
+        return self.config.exact_histories and self.facts.endpoint is wire.Endpoint.CHAT and self.reuses
+
+    def rewrites_answer(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether the request goes on from the last answer, which has become other tokens on the way."""
+        branch, common = self.taken.branch, self.taken.common
+        if not self.keeps_exact or branch is None or branch.said is None or not branch.ran:
+            return False
+        messages = self.facts.messages
+        if common < digests.count(branch.chain) or len(messages) <= common or said(messages[common]) != branch.said:
+            return False
+        return token_ids[: len(branch.ran)] != tuple(branch.ran)
+
+    def continued(self, token_ids: tuple[int, ...], closed: tuple[int, ...], engine: Engine) -> None:
+        """The prompt's ids are known, and those of the history up to the last answer."""
+        branch = self.taken.branch
+        exact = splice(branch.ran, token_ids, closed) if branch is not None else None
+        self.draft["exact_history"] = exact is not None
+        self.rendered(exact or token_ids, engine)
 
     def rendered(self, token_ids: tuple[int, ...], engine: Engine) -> None:
         """The prompt's ids are known."""
@@ -223,8 +269,7 @@ class Turn:
 
     def _diverged_at(self, part: int | None) -> None:
         """Notes the message that differs. A completion's prompt is compared in pieces, and is one message."""
-        is_chat = self.facts.endpoint is wire.Endpoint.CHAT
-        self.draft["diverged_at"] = part if part is None or is_chat else 0
+        self.draft["diverged_at"] = part if part is None or self.facts.api.numbered else 0
 
     def placed(self, now: float) -> Step:
         """Decides where the turn runs, and goes there."""
@@ -262,21 +307,47 @@ class Turn:
         decode = placement.decode
         if decode.connector is None:
             return Decoding(self, placement, prefilled)
-        ttl_s = self.config.decoder_kv_blocks_ttl
         ask = Ask(
-            retain=self.reuses and (decode.streams_handles or not self.facts.stream),
+            retain=self.reuses and self._leaves_something and self.shows_handle(decode),
             shared=self.by_connector,
-            retain_s=ttl_s if ttl_s < _VLLM_TTL_S else None,
+            retain_s=self._retain_s(),
             release=self.fleet.to_release(Holder(decode.url), _RIDING),
         )
         return Decoding(self, placement, prefilled, ask=ask)
+
+    @property
+    def _leaves_something(self) -> bool:
+        pause_s = self.hints.pause_s
+        return not self.hints.last_turn and (pause_s is None or pause_s <= longest_pause_s(self.config))
+
+    def _retain_s(self) -> float | None:
+        """For how long a D that runs our connector keeps what the turn leaves; `None` leaves it to the engine."""
+        ttl_s, margin_s = self.config.decoder_kv_blocks_ttl, self.config.lease_margin_s
+        if self.hints.pause_s is not None and self.hints.pause_s + margin_s > ttl_s:
+            return self.hints.pause_s + margin_s
+        ttl_s = min(ttl_s, self._longest_kept_s)
+        return ttl_s if ttl_s < _VLLM_TTL_S else None
+
+    @property
+    def _longest_kept_s(self) -> float:
+        """Nobody has said that there will be a next turn where a request names no conversation and continues none."""
+        return ONE_SHOT_S if self.identity is not None and self.identity.new else math.inf
+
+    def shows_handle(self, decode: Engine) -> bool:
+        """Whether D's answer will carry the handle."""
+        return decode.streams_handles or not self.facts.stream or self.facts.api.streams_handles
+
+    def hides_handle(self, decode: Engine) -> bool:
+        """Whether the turn pins blocks there that nobody can release."""
+        return decode.hides_handles and not self.shows_handle(decode)
 
     def leave_to_decode(self, reason: Reason, now: float) -> Step:
         """Gives D the client's own body, without ids and transfer parameters: it answers, or says what is wrong with it."""
         self.token_ids = None
         self.left_to_decode = True
         give_back = self.give_back()
-        engine = self.fleet.pick(Role.DECODE, None, self.failed_on)
+        before = self.taken.branch.decode if self.taken.branch else None  # what a request refers to may be kept there
+        engine = self.fleet.pick(Role.DECODE, before if self.facts.alone else None, self.failed_on)
         if engine is None:
             return self.refuse(None, 503, "no decode engine is left to try", Leg.DECODE, now, give_back)
         placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
@@ -359,23 +430,30 @@ class Turn:
         if ran is not None and self.token_ids is not None and ran is not self.token_ids and ran != self.token_ids:
             self.fleet.note_ids_ignored()
             self.token_ids = None
+        if ran is None and self.facts.api.shows_ids:  # it was asked, and may have rendered the messages by itself
+            self.token_ids = None
         if not self.reuses or self.left_to_decode:
             return (*actions, *self.release(handle, decode), *self.give_back())
         held = self._held(handle, decode, generated, now)
         missing = None
-        if held is None:
+        keeps = self._leaves_something
+        if held is not None and self._unwanted(held, now):
+            actions += self.release(handle, decode)
+            held, missing, keeps = None, Reason.EXPIRED, False
+        elif held is None:
             actions += self.release(handle, decode)
             missing = Reason.NO_PROOF if handle else self.void or self.failure or Reason.NO_HANDLE
-        if held is None and (kept := self._kept(placement)):
+        if held is None and keeps and (kept := self._kept(placement)):
             held, missing = kept, None
         elif self.void is not None:
             actions += self.unfinished()
         elif self.spare is not None and not self.spare.shared:  # the ledger knows when a shared one has no more takers
-            actions += self.release_held(self.spare) if self.taken.related else (GiveBack(self.key, self.taken),)
+            actions += self.release_held(self.spare) if self.taken.extends else (GiveBack(self.key, self.taken),)
         self.spare = None
         self.draft["handle_remaining_s"] = held.deadline - now if held else None
         earlier = self.taken.branch.prefill if self.taken.branch else None
         chains = self._chains(generated or ())
+        exact = self.keeps_exact and self.token_ids is not None and bool(generated)
         branch = Branch(
             chain=self.chain,
             blocks=chains.blocks,
@@ -388,8 +466,24 @@ class Turn:
             held=held,
             missing=missing,
             prompt_tokens=self.draft.get("prompt") or 0,
+            by_history=self.identity is not None and self.identity.by_history,
+            ran=array("I", (*(self.token_ids or ()), *(generated or ()))) if exact else array("I"),
+            said=self.said if exact else None,
         )
         return (*actions, Settle(self.key, self.taken, branch))
+
+    def _unwanted(self, held: Held, now: float) -> bool:
+        """Whether nothing will come that could read the handle in its time."""
+        pause_s, left_s = self.hints.pause_s, held.deadline - now
+        if pause_s is not None and why_not_kept(pause_s, self.config, renewable=held.leased, remaining_s=left_s):
+            return True
+        return self.hints.last_turn
+
+    def named(self, answer: str | None) -> Actions:
+        """Notes the id of the answer, where later requests may name it."""
+        if answer is None or self.identity is None or not self.facts.api.refers_to_answers:
+            return ()
+        return (NoteResponse(answer, self.identity.conversation),)
 
     def _ran_tokens(self, generated: Sequence[int] | None) -> int:
         """Tokens that D ran and has KV of: by their ids or, where those are not known, by its own count."""
@@ -408,7 +502,7 @@ class Turn:
         if branch is None or spare is None:
             return None
         if spare.shared:
-            usable = self.taken.related and self.void is None and self.failure is None
+            usable = self.taken.extends and self.void is None and self.failure is None
             return spare if usable and spare.decode == placement.decode.url else None
         if placement.route is not Route.LOCAL or self.token_ids is None or branch.block_size != self.prompt.block_size:
             return None
@@ -425,12 +519,12 @@ class Turn:
         if handle.lease is not None:
             ttl_s = handle.lease.ttl_s
             margin_s = min(margin_s, ttl_s / 4)
-        deadline = now + ttl_s - margin_s
+        deadline = now + min(ttl_s - margin_s, self._longest_kept_s)
         if handle.digests:
             return Held(handle, decode.url, deadline, handle.tokens)
         if decode.connector is not None:
             self.fleet.note_no_digests(decode)
-        if self.token_ids is None or handle.groups > 1:
+        if self.token_ids is None or handle.groups > 1 or handle.whole:
             return None
         # The KV of the last token is computed only when another follows, and under asynchronous scheduling an engine counts
         # a position that is still in flight (`remote_num_tokens`, PS:276): never more than what surely ran.
@@ -486,7 +580,7 @@ class Turn:
             self.draft["generated"] = usage.completion_tokens
             if placement.prefill is None:
                 self.count_prefill(usage)
-        if self.identity is None:
+        if self.identity is None or self.identity.by_history:
             return None
         return {
             "conversation": self.identity.conversation,
@@ -506,7 +600,9 @@ class Turn:
             "turn": 1,
             **self.draft,
             "conversation": self.identity.conversation if self.identity else None,
+            "model": self.facts.model or None,
             "identity_source": self.identity.source if self.identity else None,
+            "parent": self.identity.parent if self.identity else None,
             "route": placement.route if placement else Route.COLD,
             "proof": placement.proof if placement else None,
             "reason": placement.reason if placement else self.taken.reason,
@@ -548,7 +644,7 @@ class Turn:
     ) -> Step:
         """An error of ours, in OpenAI's shape. The client is told to send the request again only if no engine read it."""
         code = f"{leg}_timeout" if status == 504 else f"{leg}_failed"
-        body = error_body(message, type_="server_error", code=code)
+        body = self.facts.api.error(message, type_="server_error", code=code)
         headers = (("content-type", "application/json"), ("x-should-retry", "true" if unread else "false"))
         record = self.report(placement, now, status=status, error=code)
         return Done(), (*rest, *self.unfinished(), record, Respond(status, headers), Send(body))
@@ -558,7 +654,8 @@ class Turn:
     ) -> Step:
         """An engine's own error, as it is; unless it quotes a handle."""
         if wire.quotes_handle(body):
-            body = error_body("the engine rejected the request", type_="invalid_request_error", code="rejected")
+            message = "the engine rejected the request"
+            body = self.facts.api.error(message, type_="invalid_request_error", code="rejected")
         record = self.report(placement, now, status=status, error=f"status_{status}")
         head = Respond(status, self.headers(placement, headers))
         return Done(), (*rest, *self.unfinished(), record, head, Send(body))
@@ -584,7 +681,7 @@ class Taking:
 
     @property
     def need(self) -> Take:
-        return Take(self.turn.key, self.turn.chain)
+        return Take(self.turn.key, self.turn.chain, self.turn.identity.parent if self.turn.identity else None)
 
     def next(self, event: Event, now: float) -> Step:
         match event:
@@ -623,6 +720,8 @@ class Rendering:
                 token_ids = wire.read_rendered(body)
                 if token_ids is None:
                     turn.no_proof = True
+                elif engine.renders and turn.rewrites_answer(token_ids):
+                    return Closing(turn, engine, token_ids, now), ()
                 else:
                     turn.rendered(token_ids, engine)
                 return turn.placed(now)
@@ -635,6 +734,43 @@ class Rendering:
                     turn.retry()
                     return dataclasses.replace(self, engines=self.engines[1:], since=now), ()
                 turn.no_proof = True
+                return turn.placed(now)
+            case Took() | Checked() | Opened() | Chunk() | Ended():
+                raise UnexpectedEvent(self, event)
+            case _:
+                assert_never(event)
+
+    def abandon(self, now: float) -> Actions:
+        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Where does the last answer end in the prompt? The renderer is asked for the history up to there."""
+
+    turn: Turn
+    engine: Engine
+    token_ids: tuple[int, ...]
+    """The whole prompt's."""
+    since: float
+
+    @property
+    def need(self) -> Call:
+        facts = self.turn.facts
+        body = wire.closed_body(facts, self.turn.taken.common + 1)
+        return Call(Leg.RENDER, self.engine, f"{facts.endpoint}/render", body, self.turn.config.prefill_timeout_s)
+
+    def next(self, event: Event, now: float) -> Step:
+        turn = self.turn
+        match event:
+            case Answered(status, _, body):
+                turn.draft["render_ms"] += (now - self.since) * 1e3
+                turn.continued(self.token_ids, (wire.read_rendered(body) or ()) if status == 200 else (), self.engine)
+                return turn.placed(now)
+            case Failed(FailureKind.BROKEN, message):
+                return turn.refuse(None, 502, message, Leg.RENDER, now)
+            case Failed():
+                turn.continued(self.token_ids, (), self.engine)
                 return turn.placed(now)
             case Took() | Checked() | Opened() | Chunk() | Ended():
                 raise UnexpectedEvent(self, event)
@@ -721,12 +857,11 @@ class Prefilling:
         turn = self.turn
         sent = turn.sent() if self.warm else None
         try:
-            members = wire.split(body)
-            params = wire.read_params(members.get(wire.HANDLE))
-            usage = wire.read_usage(members.get("usage"))
+            answer = wire.read_answer(turn.facts.endpoint, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
+        params, usage = answer.params, answer.usage
         handle = params.handle
         if handle is None:
             message = (
@@ -833,7 +968,7 @@ class Decoding:
             turn.facts,
             turn.ids_to_send,
             self.prefilled.params if self.prefilled else None,
-            ids_back=turn.reuses and not self.as_it_is and not turn.by_connector,
+            ids_back=turn.reuses and not self.as_it_is and (turn.keeps_exact or not turn.by_connector),
             ask=self.ask,
             passed_on=self.prefilled.passed_on if self.prefilled else None,
         )
@@ -843,10 +978,11 @@ class Decoding:
         turn, placement = self.turn, self.placement
         match event:
             case Opened(200, headers) if headers.get("content-type", "").startswith("text/event-stream"):
-                stream = StreamFilter(
-                    wants_usage=turn.facts.wants_usage,
+                stream = stream_filter(
+                    turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
                     account=lambda account: turn.count_account(placement.decode, account),
+                    listening=Listening() if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
@@ -922,21 +1058,18 @@ class Collecting:
         turn, placement = self.before.turn, self.before.placement
         turn.first_byte = now
         try:
-            members = wire.split(body)
-            params = wire.read_params(members.get(wire.HANDLE))
-            usage = wire.read_usage(members.get("usage"))
-            turn.count_account(placement.decode, params.account)
-            choices = wire.read_choices(members)
-            ran = turn.ran(wire.returned_prompt_ids(members, choices[0])) if len(choices) == 1 else None
-            note = turn.count_answer(placement, usage)
-            answer = wire.client_answer(members, keep_token_ids=turn.facts.wants_token_ids, note=note)
+            answer = wire.read_answer(turn.facts.endpoint, body)
+            turn.count_account(placement.decode, answer.params.account)
+            ran = turn.ran(answer.ran)
+            note = turn.count_answer(placement, answer.usage)
+            turn.said = said_in(answer.members) if turn.keeps_exact else None
+            shown = wire.client_answer(turn.facts, answer.members, note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
-        generated = choices[0].token_ids if len(choices) == 1 else None
-        settled = turn.settle(placement, params.handle, generated, ran, now)
+        settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now) + turn.named(answer.id)
         head = Respond(200, turn.headers(placement, self.headers))
-        return Done(), (*settled, turn.report(placement, now), head, Send(answer))
+        return Done(), (*settled, turn.report(placement, now), head, Send(shown))
 
     def _error(self, body: bytes, now: float) -> Step:
         before = self.before
@@ -998,7 +1131,7 @@ class Relaying:
             actions += (Send(passed),)
         if not stream.finished:
             return (self if self.started else dataclasses.replace(self, started=True)), actions
-        last = Send(b"data: [DONE]\n\n")
+        last = Send(stream.last)
         if stream.error is not None:
             ended = (
                 *turn.release(stream.handle, placement.decode),
@@ -1006,23 +1139,28 @@ class Relaying:
                 turn.report(placement, now, error="decode_failed"),
             )
             return Done(), (*actions, *ended, last)
-        if stream.handle is None and self.before.prefilled is not None and placement.decode.hides_handles:
+        if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
             turn.fleet.count_unreachable_pin()
-        settled = turn.settle(placement, stream.handle, stream.generated, None, now)
+        turn.said = stream.said
+        settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
+        settled += turn.named(stream.answer_id)
         return Done(), (*actions, *settled, turn.report(placement, now), last)
 
     def _broke(self, kind: FailureKind, message: str, now: float) -> Step:
         if not self.started:
             return self.before.failed(kind, message, now)
         turn, placement = self.before.turn, self.before.placement
-        last = Send(error_event(message, type_="server_error", code="decode_failed"))
+        event = turn.facts.api.error_event(
+            message, type_="server_error", code="decode_failed", events=self.stream.events
+        )
+        last = Send(event)
         release = turn.release(self.stream.handle, placement.decode)
         return Done(), (*release, *turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
 
     def abandon(self, now: float) -> Actions:
         turn, placement, stream = self.before.turn, self.before.placement, self.stream
         if stream.handle is not None:
-            settled = turn.settle(placement, stream.handle, stream.generated, None, now)
+            settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
             return (*settled, turn.report(placement, now, error="client_gone"))
         release = () if self.started else self.before.release()
         return (*release, *turn.unfinished(), turn.report(placement, now, error="client_gone"))

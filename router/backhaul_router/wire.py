@@ -1,16 +1,15 @@
 """vLLM's wire protocol: what is read from a client's request, what P and D are sent, what comes back, and what never leaves.
 
-Bodies are split into their top-level members and put together again; the members' own bytes are not re-encoded. Splitting
-decodes the keys, so every spelling of a forbidden key (escapes, duplicates) is the same key and gone, and ours is written last.
-Field names and rules are those of vLLM 0.32 (entrypoints/openai/*/protocol.py, kv_connector/v1/nixl/pull_scheduler.py).
+Bodies are split into their top-level members and put together again (`members.py`); ours is written last. What differs between
+endpoints is in `chat.py`, `completions.py`, `responses.py` and `messages.py`. Field names and rules are those of vLLM 0.32
+(entrypoints/*/protocol.py, kv_connector/v1/nixl/pull_scheduler.py).
 """
 
 from __future__ import annotations
 
 import enum
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,30 +17,74 @@ import msgspec
 from msgspec import Raw
 
 from . import extension
-from .errors import BackhaulError
+from .api import Api, Usage, usage_of, wanted
+from .chat import Chat
+from .completions import Completions
 from .extension import Account, Ask, Lease
+from .members import (
+    FALSE,
+    FORBIDDEN,
+    HANDLE,
+    NULL,
+    ONE,
+    TRUE,
+    MalformedBody,
+    Members,
+    decode_any,
+    decode_members,
+    encode,
+    is_set,
+    join,
+    passed_body,
+    read_members,
+    split,
+    value_of,
+    without_handles,
+)
+from .messages import Messages
+from .responses import Responses
 
-HANDLE = "kv_transfer_params"
-FORBIDDEN: Final = frozenset({HANDLE, "ec_transfer_params"})
-"""Name hosts, ports and blocks of engines: neither taken from a client nor shown to one."""
+__all__ = [
+    "FORBIDDEN",
+    "HANDLE",
+    "Answer",
+    "Endpoint",
+    "Facts",
+    "Handle",
+    "MalformedBody",
+    "Members",
+    "Params",
+    "Usage",
+    "api_of",
+    "client_answer",
+    "closed_body",
+    "cut_handle",
+    "decode_body",
+    "encode_ids",
+    "error_message",
+    "join",
+    "passed_body",
+    "prefill_body",
+    "process_of",
+    "quotes_handle",
+    "read_answer",
+    "read_handle",
+    "read_ids",
+    "read_params",
+    "read_rendered",
+    "read_request",
+    "read_usage",
+    "release_body",
+    "render_body",
+    "split",
+    "tokenize_body",
+    "whole_handle",
+    "with_note",
+    "without_handles",
+]
+
 EXTENSION = extension.KEY
 """Key of the versioned object that our plugin and our connector put into a handle."""
-
-Members = dict[str, Raw]
-
-_NULL: Final = Raw(b"null")
-_FALSE: Final = Raw(b"false")
-_TRUE: Final = Raw(b"true")
-_ONE: Final = Raw(b"1")
-
-_decode_members = msgspec.json.Decoder(Members).decode
-_decode_list = msgspec.json.Decoder(list[Raw]).decode
-_decode_any = msgspec.json.Decoder().decode
-_encode = msgspec.json.encode
-
-
-class MalformedBody(BackhaulError):
-    """A body is not a JSON object; the message is meant for the client."""
 
 
 class Endpoint(enum.StrEnum):
@@ -49,43 +92,28 @@ class Endpoint(enum.StrEnum):
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+    @property
+    def api(self) -> Api:
+        """What is particular to it."""
+        return _APIS[self]
 
 
-def split(body: bytes) -> Members:
-    """The top-level members of a JSON object. Of repeated keys the last counts, as in Python's own decoder.
-
-    Raises `MalformedBody`.
-    """
-    try:
-        return _decode_members(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedBody(f"the body is not a JSON object: {error}") from None
+_APIS: Final[Mapping[Endpoint, Api]] = {
+    Endpoint.CHAT: Chat(),
+    Endpoint.COMPLETIONS: Completions(),
+    Endpoint.RESPONSES: Responses(),
+    Endpoint.MESSAGES: Messages(),
+}
 
 
-def join(members: Mapping[str, Raw]) -> bytes:
-    """The members as one JSON object again."""
-    return _encode(members)
-
-
-def read_members(body: bytes) -> Members:
-    """The members of a client's body that may travel: no transfer parameters, neither at the top nor inside `vllm_xargs`.
-
-    Raises `MalformedBody`, also for text that is not UTF-8: Python's decoder, which reads the body after us, takes some of it.
-    """
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise MalformedBody(f"the body is not a JSON object: it is not UTF-8 at byte {error.start}") from None
-    members = split(body)
-    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
-    if "vllm_xargs" in kept:
-        try:
-            inner = _decode_members(kept["vllm_xargs"])
-        except msgspec.DecodeError:
-            return kept
-        if FORBIDDEN & inner.keys():
-            kept["vllm_xargs"] = Raw(join({k: v for k, v in inner.items() if k not in FORBIDDEN}))
-    return kept
+def api_of(path: str) -> Api:
+    """In whose shape an error is told: of paths that are no turns, only Anthropic's have another than OpenAI's."""
+    if path in _APIS:
+        return Endpoint(path).api
+    return (Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES) else Endpoint.CHAT).api
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +124,18 @@ class Facts:
     members: Members
     """Sanitised; without `conversation_id`, which is ours."""
     ids: Mapping[str, object]
-    """The body's values of `conversation_id` and `session_id`, of whatever type."""
+    """What of the body may name the conversation (`_IDS`), of whatever type."""
     model: str
     stream: bool
     wants_usage: bool
     wants_token_ids: bool
     cache_salt: str
     messages: tuple[bytes, ...]
-    """The history's messages as they were sent; for completions the prompt is the only one."""
+    """The history's messages as they were sent, a system prompt or instructions first; for completions the prompt is the
+    only one."""
     parts: tuple[bytes, ...]
-    """What is compared with earlier turns: the messages, or the prompt in whole pieces, so that a longer prompt that begins
-    with an earlier one is known to continue it."""
+    """What is compared with earlier turns: the messages without what engines ignore, or the prompt in whole pieces, so that a
+    longer prompt that begins with an earlier one is known to continue it."""
     prompt_ids: tuple[int, ...] | None
     """Token ids, when that is what the client sent."""
     multiple: bool
@@ -116,77 +145,37 @@ class Facts:
     unproven: str | None
     """What keeps the router from sending token ids in place of the messages."""
 
-
-_BOOL = (bool, type(None))
-_INT = (int, type(None))
-_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "model": (str, type(None)),
-    "stream": _BOOL,
-    "stream_options": (dict, type(None)),
-    "n": _INT,
-    "best_of": _INT,
-    "use_beam_search": _BOOL,
-    "cache_salt": (str, type(None)),
-    "echo": _BOOL,
-    "return_token_ids": _BOOL,
-    "max_tokens": _INT,
-    "max_completion_tokens": _INT,
-}
-# The prompt would not be what was compared (truncation depends on each leg's token limit, embeddings replace it), or the
-# answer describes the prompt, which D would not have computed.
-_ALONE: Final = (
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "suffix",
-    "prompt_embeds",
-    "return_prompt_text",
-    "return_token_offsets",
-    "routed_experts_prompt_start",
-    "mm_payload",
-    "return_mm_kwargs",
-)
+    @property
+    def api(self) -> Api:
+        return self.endpoint.api
 
 
-def passed_body(body: bytes) -> bytes:
-    """A client's body for an endpoint that the router does not read otherwise. Raises `MalformedBody`."""
-    return join(read_members(body))
-
-
-def _value(raw: Raw) -> object:
-    try:
-        return _decode_any(raw)
-    except msgspec.ValidationError:
-        return math.inf  # a number out of range, which Python's decoder reads as this
+_IDS: Final = ("conversation_id", "session_id", "conversation", "previous_response_id", "prompt_cache_key")
+_USER: Final = "metadata.user_id"
 
 
 def read_request(endpoint: Endpoint, body: bytes) -> Facts:
     """Parses a client's body once. A field whose type is not the expected one is left for the engine to judge: the request
     goes to D alone. Raises `MalformedBody`."""
-    members = read_members(body)
-    ids: dict[str, object] = {key: _value(members[key]) for key in ("conversation_id", "session_id") if key in members}
+    api, members = endpoint.api, read_members(body)
+    ids = _ids(members)
     members.pop("conversation_id", None)
     known: dict[str, Any] = {}
     alone: str | None = None
-    for key, types in _TYPES.items():
+    for key, types in api.types.items():
         if key not in members:
             continue
-        value = _value(members[key])
+        value = value_of(members[key])
         if type(value) in types:
             known[key] = value
         else:
             alone = alone or key
-    for key in _ALONE:
-        if key in members and bytes(members[key]) not in (b"null", b"false"):
-            alone = alone or key
-    if known.get("echo"):
-        alone = alone or "echo"
-    for key in ("max_tokens", "max_completion_tokens", "n"):
-        # To be rejected, but for `echo`: P, which is asked for one token and one sequence, would not.
+    alone = alone or next((key for key in members if key in api.alone and is_set(members[key])), None)
+    for key in api.positive:
         if (number := known.get(key)) is not None and number < 1:
             alone = alone or key
     options = known.get("stream_options") or {}
-    messages, prompt_ids, odd, unproven = _history(endpoint, members)
+    history = api.history(members)
     return Facts(
         endpoint=endpoint,
         members=members,
@@ -194,110 +183,40 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         model=known.get("model") or "",
         stream=bool(known.get("stream")),
         # The engine takes 1 and "true" for true as well, and says so where it takes a value for neither.
-        wants_usage=options.get("include_usage") not in (None, False),
-        wants_token_ids=bool(known.get("return_token_ids")),
+        wants_usage=api.reports_usage or options.get("include_usage") not in (None, False),
+        wants_token_ids=wanted(members, api.asks_for_ids),
         cache_salt=known.get("cache_salt") or "",
-        messages=messages,
-        parts=messages if endpoint is Endpoint.CHAT else _pieces(messages),
-        prompt_ids=prompt_ids,
+        messages=history.messages,
+        parts=history.parts,
+        prompt_ids=history.prompt_ids,
         multiple=(known.get("n") or 1) > 1 or (known.get("best_of") or 1) > 1 or bool(known.get("use_beam_search")),
-        alone=alone or odd,
-        unproven=unproven,
+        alone=alone or history.odd or api.decode_only(members),
+        unproven=history.unproven,
     )
 
 
-_PIECE = 256
-
-
-def _pieces(prompts: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The one prompt without its closing quote or bracket, in whole pieces."""
-    whole = max(0, len(prompts[0]) - 1) // _PIECE * _PIECE if prompts else 0
-    return tuple(prompts[0][i : i + _PIECE] for i in range(0, whole, _PIECE))
-
-
-class _Message(msgspec.Struct):
-    content: Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class _Part(msgspec.Struct):
-    type: str
-    uuid: None = None
-    """Beside one, as where there is no `type`, the engine goes by which other keys there are (vLLM's chat_utils.py)."""
-
-
-_decode_message = msgspec.json.Decoder(_Message).decode
-_decode_parts = msgspec.json.Decoder(list[str | _Part]).decode
-_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
-
-
-def _history(
-    endpoint: Endpoint, members: Members
-) -> tuple[tuple[bytes, ...], tuple[int, ...] | None, str | None, str | None]:
-    """Messages, prompt ids, the oddly typed field, and what forbids a proof."""
-    if endpoint is Endpoint.CHAT:
-        try:
-            raw = members.get("messages", Raw(b""))
-            messages = tuple(map(bytes, _decode_list(raw)))
-            # Content that is no text is a list; most messages hold none.
-            contents = [_decode_message(message) for message in messages if b"[" in message]
-        except (msgspec.DecodeError, RecursionError):
-            return (), None, "messages", None
-        if not messages or not all(message.startswith(b"{") for message in messages):
-            return (), None, "messages", None
-        return messages, None, None, _media(contents)
-    prompt = bytes(members.get("prompt", Raw(b"null")))
-    if prompt.startswith(b'"'):
-        return (prompt,), None, None, None
-    try:
-        ids = msgspec.json.decode(prompt, type=list[int])
-    except msgspec.DecodeError:
-        return (), None, "prompt", None
-    return ((prompt,), tuple(ids), None, None) if ids else ((), None, "prompt", None)
-
-
-def _media(contents: Iterable[_Message]) -> str | None:
-    for message in contents:
-        content = message.content
-        if content is msgspec.UNSET or not bytes(content).startswith(b"["):
-            continue
-        try:
-            parts = _decode_parts(content)
-        except msgspec.DecodeError:
-            return "content"
-        for part in parts:
-            if not isinstance(part, str) and part.type not in _TEXT_PARTS:
-                return part.type
-    return None
+def _ids(members: Members) -> dict[str, object]:
+    ids: dict[str, object] = {key: value_of(members[key]) for key in _IDS if key in members}
+    metadata = value_of(members.get("metadata", NULL))
+    if isinstance(metadata, dict) and "user_id" in metadata:
+        ids[_USER] = metadata["user_id"]
+    return ids
 
 
 # --- what the engines are sent -------------------------------------------------------------------------------------------
-
-_NOT_FOR_PREFILL: Final = frozenset(
-    {
-        "stream",
-        "stream_options",
-        "stream_interval",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "n",
-        "best_of",
-        # A stop string that the first token completes would abort the request, and with it P's handle.
-        "stop",
-        "include_stop_str_in_output",
-        "logprobs",
-        "top_logprobs",
-        "logprob_token_ids",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "request_id",
-    }
-)
 
 
 def render_body(facts: Facts) -> bytes:
     """What the engine's own renderer is asked: the client's request, sanitised."""
     return join(facts.members)
+
+
+def closed_body(facts: Facts, messages: int) -> bytes:
+    """The same for the first messages alone, the last of which is an answer that has ended."""
+    members = {key: value for key, value in facts.members.items() if key != "continue_final_message"}
+    members["messages"] = Raw(b"[" + b",".join(facts.messages[:messages]) + b"]")
+    members["add_generation_prompt"] = FALSE
+    return join(members)
 
 
 class _Rendered(msgspec.Struct):
@@ -332,7 +251,7 @@ _TOKENIZE_IRRELEVANT: Final = frozenset(
     {"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k"}
     | {"min_p", "seed", "stop", "stop_token_ids", "n", "user", "session_id", "cache_salt", "priority", "ignore_eos"}
     | {"frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"}
-    | {"return_token_ids", "parallel_tool_calls", "request_id", "metadata", "store", "service_tier"}
+    | {"return_token_ids", "parallel_tool_calls", "request_id", "metadata", "store", "service_tier", "prompt_cache_key"}
 )
 _TOKENIZE_MESSAGE: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"})
 
@@ -342,6 +261,8 @@ def tokenize_body(facts: Facts) -> bytes | None:
     honours it: the ids would then be another prompt's."""
     if facts.endpoint is Endpoint.COMPLETIONS:
         allowed = frozenset({"model", "prompt", "add_special_tokens"})
+    elif facts.endpoint is not Endpoint.CHAT:
+        return None
     else:
         allowed = _TOKENIZE_CHAT
         for message in facts.messages:
@@ -356,12 +277,12 @@ def tokenize_body(facts: Facts) -> bytes | None:
 def prefill_body(facts: Facts, token_ids: Sequence[int] | Raw | None, handle: bytes | None) -> bytes:
     """P's leg: one token, not streamed, blocks kept for D. `handle` is what `cut_handle` made of D's. Here and in
     `decode_body` the ids may have been encoded before (`encode_ids`)."""
-    members = {key: value for key, value in facts.members.items() if key not in _NOT_FOR_PREFILL}
-    members["stream"] = _FALSE
-    members["max_tokens"] = _ONE
-    params = _decode_members(handle) if handle else {}
-    params["do_remote_decode"] = _TRUE
-    params["do_remote_prefill"] = _FALSE
+    api = facts.api
+    members = {key: value for key, value in facts.members.items() if key not in api.not_for_prefill}
+    members |= {"stream": FALSE, api.limit: ONE, **api.for_prefill(members)}
+    params = decode_members(handle) if handle else {}
+    params["do_remote_decode"] = TRUE
+    params["do_remote_prefill"] = FALSE
     _put_ids(facts, members, params, token_ids)
     members[HANDLE] = Raw(join(params))
     return join(members)
@@ -379,18 +300,15 @@ def decode_body(
     """D's leg. `handle` is P's, sent verbatim; without one D runs the turn alone, and an empty object still tells our
     plugin that a router asks. `ids_back` asks for the generated ids (not streamed: a stream has them in its last event).
     `ask` is for a D that runs our connector, as is what P's says to it (`passed_on`)."""
-    members = dict(facts.members)
-    if facts.stream:
-        options = _decode_any(members.get("stream_options", _NULL))
-        if not facts.wants_usage and isinstance(options, dict | None):
-            options = {**(options or {}), "include_usage": True, "continuous_usage_stats": False}
-            members["stream_options"] = Raw(_encode(options))
-    elif ids_back:
-        members["return_token_ids"] = _TRUE
-    params = _decode_members(handle) if handle else {}
+    api, members = facts.api, dict(facts.members)
+    if facts.stream and not facts.wants_usage:
+        members |= api.for_usage(members)
+    if ids_back and api.asks_for_ids is not None and (api.shows_ids or not facts.stream):
+        members[api.asks_for_ids] = TRUE
+    params = decode_members(handle) if handle else {}
     if handle:
-        params["do_remote_prefill"] = _TRUE
-        params["do_remote_decode"] = _FALSE
+        params["do_remote_prefill"] = TRUE
+        params["do_remote_decode"] = FALSE
     _put_ids(facts, members, params, token_ids)
     if ask is not None:
         params[EXTENSION] = extension.asking(ask, passed_on)
@@ -401,26 +319,22 @@ def decode_body(
 
 def encode_ids(token_ids: Sequence[int]) -> Raw:
     """Token ids as JSON."""
-    return Raw(_encode(token_ids))
+    return Raw(encode(token_ids))
 
 
 def _put_ids(facts: Facts, members: Members, params: Members, token_ids: Sequence[int] | Raw | None) -> None:
     if token_ids is None:
         return
-    encoded = token_ids if isinstance(token_ids, Raw) else encode_ids(token_ids)
-    if facts.endpoint is Endpoint.CHAT:
-        params["prompt_token_ids"] = encoded
-    else:
-        members["prompt"] = encoded
+    facts.api.put_ids(members, params, token_ids if isinstance(token_ids, Raw) else encode_ids(token_ids))
 
 
 def release_body(handle: bytes) -> bytes:
     """A request that an engine of the other role rejects before admission (no such model), which makes it tell the holder
     to free the handle's blocks at once: nothing is computed, nothing pinned (vLLM PR 41269)."""
-    params = _decode_members(handle)
-    params["do_remote_prefill"] = _TRUE
-    params["do_remote_decode"] = _FALSE
-    return _encode(
+    params = decode_members(handle)
+    params["do_remote_prefill"] = TRUE
+    params["do_remote_decode"] = FALSE
+    return encode(
         {"model": "backhaul-release", "prompt": [0], "max_tokens": 1, "stream": False, HANDLE: params},
     )
 
@@ -452,6 +366,8 @@ class Handle:
     """D's: it carries digests of its blocks, so that a P of ours can check it by itself."""
     lease: Lease | None = None
     """D's: what it promises, where it runs our connector. The lease's id is `request_id`."""
+    whole: bool = False
+    """D's: it cannot be cut, since a sliding window has left blocks behind. Only a P of ours can tell what it is good for."""
 
 
 def process_of(engine_id: str) -> str:
@@ -470,6 +386,8 @@ class _Params(msgspec.Struct):
     transfer_mode: str = "pull"
 
 
+_FREED: Final = 0
+"""vLLM's null block: it stands in a list for one that was freed."""
 _decode_groups = msgspec.json.Decoder(list[list[int]]).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
 
@@ -490,7 +408,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
     Raises `msgspec.DecodeError`."""
     if raw is None or bytes(raw) == b"null":
         return Params()
-    members = _decode_members(raw)
+    members = decode_members(raw)
     said = extension.read(members.pop(EXTENSION, None))
     nothing = Params(None, said.token_ids, said.account)
     if not all(key in members for key in _REQUIRED):
@@ -513,6 +431,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
         passed_on=said.passed_on,
         digests=said.digests,
         lease=said.lease,
+        whole=said.whole or any(_FREED in ids for ids in groups),
     )
     return Params(handle, said.token_ids, said.account)
 
@@ -526,7 +445,7 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
 def whole_handle(handle: Handle) -> bytes:
     """The handle for a P of ours, which finds out by itself what of it to claim. Any other P, such as one that was restarted
     without our connector, finds no token in it to read: it could not tell whether they are this prompt's."""
-    members = {**_decode_members(handle.params), "remote_num_tokens": Raw(b"0")}
+    members = {**decode_members(handle.params), "remote_num_tokens": Raw(b"0")}
     if handle.passed_on is not None:
         members[EXTENSION] = Raw(handle.passed_on)
     return join(members)
@@ -536,10 +455,10 @@ def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = 
     """The handle for its `blocks` leading blocks alone, without what our connector says of the whole. P trims block lists
     from their front, so the token count and every list must be cut together: cutting one of them reads KV of other positions.
     A P of ours is told that the router proved what it was cut to."""
-    members = _decode_members(handle.params)
+    members = decode_members(handle.params)
     groups = _decode_groups(members["remote_block_ids"])
-    members["remote_block_ids"] = Raw(_encode([group[:blocks] for group in groups]))
-    members["remote_num_tokens"] = Raw(_encode(blocks * block_size))
+    members["remote_block_ids"] = Raw(encode([group[:blocks] for group in groups]))
+    members["remote_num_tokens"] = Raw(encode(blocks * block_size))
     if to_ours:
         members[EXTENSION] = extension.PROVEN_BY_TOKENS
     return join(members)
@@ -548,94 +467,56 @@ def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = 
 # --- what comes back -----------------------------------------------------------------------------------------------------
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """Token counts as an engine reports them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-
-    @property
-    def cached(self) -> int | None:
-        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
-
-
-_decode_usage = msgspec.json.Decoder(Usage).decode
-
-
 def read_usage(raw: Raw | bytes | None) -> Usage | None:
-    if raw is None or bytes(raw) == b"null":
-        return None
-    return _decode_usage(raw)
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: tuple[int, ...] | None = None
-    prompt_token_ids: Raw = _NULL
-
-
-_decode_choices = msgspec.json.Decoder(list[_Choice]).decode
-
-
-def read_choices(members: Members) -> list[_Choice]:
-    return _decode_choices(members.get("choices", Raw(b"[]")))
-
-
-def returned_prompt_ids(members: Members, choice: _Choice) -> Raw:
-    """The ids that the engine ran, where `return_token_ids` asked for them: chat has them at the top, completions per choice."""
-    if bytes(choice.prompt_token_ids) != b"null":
-        return choice.prompt_token_ids
-    return members.get("prompt_token_ids", _NULL)
+    """`usage` of chat and completions. Raises `msgspec.DecodeError`."""
+    return usage_of(Endpoint.CHAT.api, raw)
 
 
 read_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
-def client_answer(members: Members, *, keep_token_ids: bool, note: Mapping[str, object] | None) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of an engine, read."""
+
+    members: Members
+    params: Params
+    usage: Usage | None
+    generated: tuple[int, ...] | None
+    """The ids that it made, where it says so and there is one sequence."""
+    ran: Raw
+    """The prompt's ids as JSON, likewise."""
+
+    @property
+    def id(self) -> str | None:
+        """By which later requests can name it."""
+        value = value_of(self.members.get("id", NULL))
+        return value if isinstance(value, str) else None
+
+
+def read_answer(endpoint: Endpoint, body: bytes | Members) -> Answer:
+    """Raises `MalformedBody` or `msgspec.DecodeError`."""
+    members = split(body) if isinstance(body, bytes) else body
+    params = read_params(members.get(HANDLE))
+    generated, ran = endpoint.api.read_ids(members)
+    return Answer(members, params, usage_of(endpoint.api, members.get("usage")), generated, ran)
+
+
+def client_answer(facts: Facts, members: Members, note: Mapping[str, object] | None) -> bytes:
     """A whole answer as the client may see it: no transfer parameters, no ids that it did not ask for, our note in `usage`."""
     out = {key: value for key, value in members.items() if key not in FORBIDDEN}
-    if not keep_token_ids:
-        if "prompt_token_ids" in out:
-            out["prompt_token_ids"] = _NULL
-        if "choices" in out:
-            out["choices"] = Raw(_encode([_without_ids(choice) for choice in _decode_list(out["choices"])]))
+    if not facts.wants_token_ids:
+        facts.api.hide_ids(out)
     if note is not None and "usage" in out:
         out["usage"] = Raw(with_note(out["usage"], note))
     return join(out)
-
-
-def without_handles(data: bytes) -> bytes:
-    """A JSON body of any endpoint without transfer parameters, at the top or inside `response` (as the Responses API nests
-    them in its events). What is no JSON object stays as it is."""
-    if not any(key.encode() in data for key in FORBIDDEN):
-        return data
-    try:
-        members = split(data)
-    except MalformedBody:
-        return data
-    response = bytes(members.get("response", b""))
-    cleaned = without_handles(response) if response.startswith(b"{") else response
-    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
-    if cleaned != response:
-        kept["response"] = Raw(cleaned)
-    return join(kept) if cleaned != response or len(kept) < len(members) else data
-
-
-def _without_ids(choice: Raw) -> Members:
-    members = _decode_members(choice)
-    return {key: _NULL if key in ("token_ids", "prompt_token_ids") else value for key, value in members.items()}
 
 
 def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
     if bytes(usage) == b"null":
         return bytes(usage)
-    return _encode({**_decode_members(usage), EXTENSION: note})
+    return encode({**decode_members(usage), EXTENSION: note})
 
 
 def quotes_handle(body: bytes) -> bool:
@@ -648,7 +529,7 @@ def error_message(body: bytes) -> str:
     if quotes_handle(body):
         return "(not shown: it quotes a handle)"
     try:
-        decoded = _decode_any(body)
+        decoded = decode_any(body)
         error = decoded["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
     except (msgspec.DecodeError, KeyError, TypeError):

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 
-from . import connector_leases, connector_reads, errors, prompts, shapes, streams, transfers
+from . import connector_leases, connector_reads, endpoints, errors, prompts, shapes, streams, transfers
 from .engines import Engines
 
 Case = Callable[[Engines], Awaitable[None]]
@@ -21,7 +21,7 @@ def _cases(*modules: ModuleType) -> dict[str, Case]:
     }
 
 
-CASES = _cases(shapes, streams, prompts, errors, transfers)
+CASES = _cases(shapes, streams, prompts, errors, endpoints, transfers)
 """For engines as vLLM has them."""
 
 CONNECTOR_CASES = _cases(connector_reads, connector_leases)

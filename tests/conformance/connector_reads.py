@@ -75,12 +75,12 @@ async def p_accounts_for_a_cold_turn(engines: Engines) -> None:
     p = await engines.prefill(FIRST)
     assert p.handle.keys() == HANDLE | {"remote_prefill_cached_tokens", "backhaul"}
     ours = p.handle["backhaul"]
-    assert ours.keys() == {"version", "account", "prompt_hash", "prompt_tokens"}
+    assert ours.keys() == {"version", "account", "prompt_hash", "prompt_tail", "prompt_tokens"}
     assert ours["account"].keys() == _ACCOUNT_OF_P
     cold = {"prompt": FIRST_TOKENS, "offered": 0, "verified": 0, "local": 0, "pulled": 0}
     assert without_time(ours["account"]) == cold | {"computed": FIRST_TOKENS, "why": None}
     assert ours["account"]["bytes"] == 0
-    assert len(bytes.fromhex(ours["prompt_hash"])) == 32
+    assert len(bytes.fromhex(ours["prompt_hash"])) == len(bytes.fromhex(ours["prompt_tail"])) == 32
     assert ours["prompt_tokens"] == FIRST_TOKENS
     await engines.decode(FIRST, asking(p.handle, retain=False), max_tokens=1)
 
@@ -211,13 +211,33 @@ async def handle_without_digests_is_read_only_on_the_router_s_word(engines: Engi
 
 async def d_computes_a_prompt_that_p_did_not(engines: Engines) -> None:
     right = await engines.reference(FIRST)
-    for wrong in ({"prompt_hash": "00" * 32}, {"prompt_tokens": FIRST_TOKENS - 1}):
+    for wrong in ({"prompt_hash": "00" * 32}, {"prompt_tail": "00" * 32}, {"prompt_tokens": FIRST_TOKENS - 1}):
         p = await engines.prefill(FIRST)
         answer = await engines.decode(FIRST, asking(p.handle, retain=False, **wrong))
         told = account(answer)
         assert (told["received"], told["why"]) == (0, "prompt_differs"), wrong
         assert told["local"] + told["computed"] == FIRST_TOKENS
         assert answer.choice["token_ids"] == right
+
+
+async def d_computes_a_prompt_of_which_p_computed_another_end(engines: Engines) -> None:
+    """No whole block differs, nor the length."""
+    before = await engines.usage(engines.prefill_url)
+    assert FIRST_TOKENS % await engines.block_size() > 1
+    other = [*FIRST[:-1], FIRST[-1] + 1]
+    p = await engines.prefill(other)
+    answer = await engines.decode(FIRST, asking(p.handle, retain=False))
+    assert (account(answer)["received"], account(answer)["why"]) == (0, "prompt_differs")
+    assert answer.choice["token_ids"] == await engines.reference(FIRST)
+    await engines.wait_for_usage(engines.prefill_url, before)
+
+
+async def d_computes_a_short_prompt_of_which_p_computed_another_tenants(engines: Engines) -> None:
+    """Below one block there is no block hash: the salt is in the hash of the rest."""
+    p = await engines.prefill(FIRST[:10])
+    engines.salt = uuid.uuid4().hex
+    answer = await engines.decode(FIRST[:10], asking(p.handle, retain=False))
+    assert (account(answer)["received"], account(answer)["why"]) == (0, "prompt_differs")
 
 
 async def stream_carries_digests_and_ids_together(engines: Engines) -> None:
@@ -263,6 +283,7 @@ async def hostile_handles_are_computed_instead(engines: Engines) -> None:
 
 
 async def d_computes_what_a_hostile_handle_does_not_give(engines: Engines) -> None:
+    before = await engines.usage(engines.prefill_url)
     right = await engines.reference(FIRST)
     for name, value in (("remote_block_ids", None), ("remote_port", "x"), ("remote_block_ids", [[1]])):
         p = await engines.prefill(FIRST)
@@ -270,6 +291,7 @@ async def d_computes_what_a_hostile_handle_does_not_give(engines: Engines) -> No
         answer = await engines.decode(FIRST, fine | {name: value}, cache_salt=uuid.uuid4().hex)
         assert account(answer)["received"] == 0, (name, value)
         assert answer.choice["token_ids"] == right
-        if value != [[1]]:  # with that one D could tell P that its blocks will not be read
+        if name == "remote_port":  # of the others D can tell P that its blocks will not be read
             await engines.decode(FIRST, fine, max_tokens=1)
+        await engines.wait_for_usage(engines.prefill_url, before)
     assert (await engines.get(f"{engines.decode_url}/health")).status == 200

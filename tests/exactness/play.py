@@ -78,6 +78,8 @@ async def play(case: Case, site: Site, *, stream: bool = False) -> None:
             kv_recompute_threshold=site.threshold,
             connect_timeout_s=2.0,
             check_pairs=False,
+            # Requests without a name are sent to see what is in the caches: nothing of theirs is to be kept.
+            match_history=False,
         )
         async with _closing(Router(config, on_report=reports.append)) as router:
             player.router, player.reports = router, reports

@@ -153,11 +153,12 @@ async def test_prefixes_below_the_threshold_are_computed() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_shot_calls_pin_nothing(cluster: Cluster, stream: bool) -> None:
-    await cluster.exact({"messages": opening(), "stream": stream}, conversation=None)
-    assert said(asked(cluster.d)[0])["retain"] is False
-    assert (await kept(cluster)).count == 0
-    assert cluster.router.fleet.counters.releases == 0
+async def test_one_shot_calls_pin_nothing_where_histories_are_not_gone_by(stream: bool) -> None:
+    async with ours(match_history=False) as cluster:
+        await cluster.exact({"messages": opening(), "stream": stream}, conversation=None)
+        assert said(asked(cluster.d)[0])["retain"] is False
+        assert (await kept(cluster)).count == 0
+        assert cluster.router.fleet.counters.releases == 0
 
 
 async def test_without_reuse_nothing_is_pinned() -> None:

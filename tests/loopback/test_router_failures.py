@@ -510,7 +510,7 @@ async def test_a_report_that_nobody_can_take_costs_the_client_nothing(caplog: py
         raise RuntimeError("no room for reports")
 
     async with run_cluster() as cluster:
-        cluster.router._on_report = refuse
+        cluster.router.on_report = refuse
         reply = await cluster.router.handle(
             Request("POST", CHAT, [], json.dumps({"model": "loopback", "messages": [user("Hello.")]}).encode())
         )

@@ -273,8 +273,8 @@ async def test_closing_the_router_releases_everything() -> None:
         await cluster.until(lambda: not any(engine.usage for engine in cluster.engines))
 
 
-async def test_without_a_conversation_nothing_is_kept() -> None:
-    async with run_cluster() as cluster:
+async def test_without_a_conversation_and_without_going_by_histories_nothing_is_kept() -> None:
+    async with run_cluster(match_history=False) as cluster:
         answer = await cluster.exact({"messages": opening()}, conversation=None)
         assert answer.reused.reason is Reason.NO_CONVERSATION
         await cluster.until(lambda: cluster.d.usage == 0)

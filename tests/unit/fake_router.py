@@ -64,6 +64,7 @@ class FakeRouter:
         self.reply_ended = threading.Event()
         self.was_closed = threading.Event()
         self.end_conversation_error: Exception | None = None
+        self.on_report = None
 
     def __repr__(self) -> str:
         return "<FakeRouter>"

@@ -16,7 +16,7 @@ def shape(**other: Any) -> Shape:
     fields = {
         "block_size": BLOCK,
         "groups": 1,
-        "block_bytes": 1000,
+        "block_bytes": [1000],
         "recompute_threshold": 32,
         "bidirectional": True,
         "unsupported": None,
@@ -58,6 +58,12 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt) * BLOCK + self.extra_tokens
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """A block's tokens are its letter's number, those behind the last one 0, generated ones 1."""
+        prompt = [ord(letter) for letter in self.prompt for _ in range(BLOCK)]
+        return [*prompt, *[0] * self.extra_tokens, *[1] * self.generated]
 
     @property
     def num_output_tokens(self) -> int:

@@ -24,6 +24,8 @@ def test_a_need_that_is_met_is_not_missing() -> None:
         (Need(HERE, "LeaseTable", "steal"), "LeaseTable.steal"),
         (Need(HERE, "LeaseTable", "claim", ("blocks", "colour")), "LeaseTable.claim(colour)"),
         (Need(HERE, "LeaseTable", "_colour", attribute=True), "LeaseTable._colour"),
+        (Need(HERE, "", "steal"), f"{HERE}.steal"),
+        (Need("no.such.module", "", "steal"), "no.such.module"),
     ],
 )
 def test_a_need_that_is_not_met_is_named(need: Need, name: str) -> None:

@@ -35,10 +35,11 @@ def test_whole_blocks_of_what_was_run_are_kept_and_published(leases: LeaseTable)
     request = Request("abcdef", from_p("abcdef", shared=True, retain_s=60.0), generated=20)
     request.block_hashes = hashes("abcdefg", 999)
     decode = d.admit(request, request.kv_transfer_params)
-    blocks = d.kept_blocks(request, decode)
-    assert blocks == (96 + 5 + 20 - 1) // BLOCK == 7
+    tokens = d.kept_tokens(request, decode)
+    assert tokens is not None
+    assert tokens == (96 + 5 + 20 - 1) // BLOCK * BLOCK == 7 * BLOCK
     out = {**STOCK, "remote_block_ids": [[1, 2, 3, 4, 5, 6, 7, 8]], "remote_num_tokens": 120}
-    made = d.keep(request, decode, blocks, ([1, 2, 3, 4, 5, 6, 7, 8],), out)
+    made = d.keep(request, decode, tokens, ([1, 2, 3, 4, 5, 6, 7, 8],), out)
     assert (made["remote_block_ids"], made["remote_num_tokens"]) == ([[1, 2, 3, 4, 5, 6, 7]], 7 * BLOCK)
     ours = made["backhaul"]
     assert ours["digests"] == locators.publish(hashes("abcdefg", 999))
@@ -58,15 +59,16 @@ def test_whole_blocks_of_what_was_run_are_kept_and_published(leases: LeaseTable)
 
 
 @pytest.mark.parametrize(
-    ("computed", "in_flight", "blocks"), [(100, 0, 6), (101, 0, 6), (101, 1, 6), (96, 1, 5), (200, 0, 6), (10, 0, None)]
+    ("computed", "in_flight", "tokens"),
+    [(100, 0, 96), (101, 0, 96), (101, 1, 96), (96, 1, 80), (200, 0, 96), (10, 0, None)],
 )
 def test_what_is_in_flight_or_was_only_sampled_is_not_kept(
-    leases: LeaseTable, computed: int, in_flight: int, blocks: int | None
+    leases: LeaseTable, computed: int, in_flight: int, tokens: int | None
 ) -> None:
     d = side(leases)
     request = Request("abcdef", {"backhaul": {"version": 1}})
     request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
-    assert d.kept_blocks(request, d.admit(request, request.kv_transfer_params)) == blocks
+    assert d.kept_tokens(request, d.admit(request, request.kv_transfer_params)) == tokens
 
 
 @pytest.mark.parametrize(
@@ -84,22 +86,23 @@ def test_what_is_in_flight_or_was_only_sampled_is_not_kept(
 def test_a_turn_is_kept_where_a_router_means_it(leases: LeaseTable, params: dict[str, Any], kept: bool) -> None:
     d = side(leases)
     request = Request("abcdef", params)
-    assert (d.kept_blocks(request, d.admit(request, params)) is not None) == kept
+    assert (d.kept_tokens(request, d.admit(request, params)) is not None) == kept
 
 
 def test_nothing_is_kept_on_an_engine_that_is_not_bidirectional(leases: LeaseTable) -> None:
     d = side(leases, bidirectional=False)
     request = Request("abcdef", from_p("abcdef"))
-    assert d.kept_blocks(request, d.admit(request, request.kv_transfer_params)) is None
+    assert d.kept_tokens(request, d.admit(request, request.kv_transfer_params)) is None
 
 
 def test_where_blocks_cannot_be_compared_the_handle_is_vllms_own(leases: LeaseTable) -> None:
     d = side(leases, unsupported="sliding window")
     request = Request("abcdef", {**from_p("abcdef"), "backhaul": {"version": 1}})
     decode = d.admit(request, request.kv_transfer_params)
-    blocks = d.kept_blocks(request, decode)
-    assert blocks == 0
-    made = d.keep(request, decode, blocks, ([9, 8, 7, 6, 5],), dict(STOCK))
+    tokens = d.kept_tokens(request, decode)
+    assert tokens is not None
+    assert tokens == 0
+    made = d.keep(request, decode, tokens, ([9, 8, 7, 6, 5],), dict(STOCK))
     assert (made["remote_block_ids"], made["remote_num_tokens"]) == ([[9, 8, 7, 6, 5]], 80)
     assert "digests" not in made["backhaul"]
     assert leases.count() == (1, 5)
@@ -128,8 +131,31 @@ def test_p_is_told_that_blocks_of_another_prompt_are_not_wanted(
     assert (decode.notify_only, decode.account.why) == (True, why)
 
 
+def test_a_prompt_that_differs_behind_its_last_whole_block_is_not_ps(leases: LeaseTable) -> None:
+    """The hash of P's last whole block is the prompt's, and so is its length."""
+    request = Request("abcd", {})
+    tail = shape().tail_hash(request, request.num_prompt_tokens)
+    assert tail is not None
+    for given, notify_only, why in ((tail.hex(), False, None), ("00" * 32, True, "prompt_differs")):
+        request = Request("abcd", from_p(prompt_tail=given))
+        decode = side(leases).admit(request, request.kv_transfer_params)
+        assert (decode.notify_only, decode.account.why) == (notify_only, why)
+
+
 @pytest.mark.parametrize(
-    "change", [{"remote_block_ids": None}, {"remote_host": 5}, {"remote_block_ids": [[1], [2]]}, {"tp_size": 0}]
+    "change", [{"remote_block_ids": None}, {"remote_block_ids": [[1], [2]]}, {"remote_num_tokens": "x"}]
+)
+def test_p_is_told_that_blocks_which_nobody_can_read_are_not_wanted(leases: LeaseTable, change: dict[str, Any]) -> None:
+    request = Request("abcd", {**from_p(), **change})
+    decode = side(leases).admit(request, request.kv_transfer_params)
+    assert (decode.notify_only, decode.account.why) == (True, "malformed")
+    params = request.kv_transfer_params
+    assert params["do_remote_prefill"] is True
+    assert (params["remote_request_id"], params["remote_block_ids"], params["tp_size"]) == ("lease", [[]], 1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"remote_request_id": None}, {"remote_host": 5}, {"remote_port": "x"}, {"tp_size": 0}]
 )
 def test_a_handle_that_is_none_leaves_d_alone_with_the_prompt(leases: LeaseTable, change: dict[str, Any]) -> None:
     request = Request("abcd", {**from_p(), **change})

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backhaul_connector import interpreter, models, supervise
@@ -52,6 +53,14 @@ def test_one_prefill_and_one_decode_engine_by_default() -> None:
         ("prefill-0", "kv_producer"),
         ("decode-0", "kv_consumer"),
     ]
+
+
+def test_settings_of_the_connector_reach_every_engine_and_each_has_a_lease_port_of_its_own() -> None:
+    options = ("hold_s=5", "max_leased_fraction=0.5", "lease_port=4100")
+    made = commands(prefill_engines=2, decode_engines=2, connector_options=options)
+    found: list[Any] = [transfer(command)["kv_connector_extra_config"] for command in made]
+    assert [(each["hold_s"], each["max_leased_fraction"]) for each in found] == [(5.0, 0.5)] * 4
+    assert [each["lease_port"] for each in found] == [4100, 4101, 4102, 4103]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +189,12 @@ def test_a_dry_run_prints_what_a_shell_can_run(capsys: pytest.CaptureFixture[str
         (["--prefill-engines", "0"], "prefill_engines=0"),
         (["--decode-engines", "-1"], "decode_engines=-1"),
         (["--decoder-kv-blocks-ttl", "0"], "decoder_kv_blocks_ttl=0.0"),
+        (["--connector-option", "hold=3"], "hold=3: NAME=VALUE, where NAME is one of lease_port, claim_timeout_s"),
+        (["--connector-option", "hold_s"], "hold_s: NAME=VALUE"),
+        (["--connector-option", "hold_s=0"], "hold_s"),
+        (["--connector-option", "max_leased_fraction=x"], "max_leased_fraction"),
+        (["--connector-option", "lease_port=65535"], "65536"),
+        (["--connector-option", "hold_s=3", "--connector", "stock"], "vLLM's own connector has no such settings"),
         (["--kv-recompute-threshold", "-1"], "kv_recompute_threshold=-1"),
         (["--", "--port", "80"], "--port cannot be passed on"),
         (["--", "--kv-transfer-config={}"], "--kv-transfer-config cannot be passed on"),

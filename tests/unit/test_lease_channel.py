@@ -294,3 +294,27 @@ def test_connections_to_holders_that_are_gone_do_not_pile_up(
     assert [port for _, port in client._idle] == [server.port for server in servers[2:]]
     for server in servers:
         server.stop()
+
+
+def test_a_silent_connection_is_closed_and_replaced_when_its_reader_comes_back(
+    monkeypatch: pytest.MonkeyPatch, server: LeaseServer, table: LeaseTable, client: LeaseClient
+) -> None:
+    monkeypatch.setattr(lease_channel, "IDLE_S", 0.02)
+    assert client.ask(HOST, server.port, message(table)).ok
+    eventually(lambda: not server._open)
+    assert client.ask(HOST, server.port, message(table, claim="c2")).ok
+
+
+def test_connections_beyond_the_most_are_refused_with_one_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, server: LeaseServer, table: LeaseTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease_channel, "MOST_CONNECTIONS", 1)
+    with socket.create_connection((HOST, server.port)):
+        eventually(lambda: len(server._open) == 1)
+        for _ in range(3):
+            with socket.create_connection((HOST, server.port), timeout=5.0) as refused:
+                with contextlib.suppress(ConnectionResetError):
+                    assert refused.recv(1) == b""
+        lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "the most there may be" in line and str(server.port) in line]) == 1
+    eventually(lambda: not server._open)

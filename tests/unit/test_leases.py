@@ -198,17 +198,19 @@ async def test_a_closed_router_tells_engines_nothing() -> None:
 # --- the audit -----------------------------------------------------------------------------------------------------------
 
 
-def counting(offered: int, verified: int, pulled: int) -> Respond:
-    page = "".join(
+def counting(offered: int, verified: int, pulled: int, *, since: float | None = None) -> Respond:
+    page = "" if since is None else f"process_start_time_seconds {since}\n"
+    page += "".join(
         f'backhaul_{name}_tokens_total{{engine="0",model_name="m"}} {value}.0\n'
         for name, value in (("offered", offered), ("verified", verified), ("pulled", pulled))
     )
     return lambda _: EngineAnswer(200, {}, page.encode())
 
 
-def audited() -> Fleet:
+def audited(started_at: float | None = None) -> Fleet:
     start = {"offered": 1000, "verified": 1000, "pulled": 1000}
-    fleet = Fleet([engine(P1, connector=1, at_start=start), engine(P2), engine(D1, connector=1)])
+    p = engine(P1, connector=1, at_start=start, started_at=started_at)
+    fleet = Fleet([p, engine(P2), engine(D1, connector=1)])
     fleet.note_account(engine(P1), Account(offered=500, verified=400, pulled=300))
     return fleet
 
@@ -220,9 +222,8 @@ def audited() -> Fleet:
         ((1504, 1400, 1300), []),
         ((1600, 1400, 1300), ["offered"]),
         ((1500, 1400, 1200), ["pulled"]),
-        ((0, 0, 0), ["offered", "verified", "pulled"]),
     ],
-    ids=["equal", "within tolerance", "somebody else", "reuse that did not happen", "restarted"],
+    ids=["equal", "within tolerance", "somebody else", "reuse that did not happen"],
 )
 async def test_accounts_are_held_against_the_engines_counters(counted: tuple[int, int, int], alarms: list[str]) -> None:
     lines = await compare(Client(counting(*counted)), audited(), 0.01)
@@ -233,12 +234,43 @@ async def test_accounts_are_held_against_the_engines_counters(counted: tuple[int
 async def test_an_alarm_says_what_may_be_the_cause() -> None:
     fleet = audited()
     more, *_ = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
-    fewer, *_ = await compare(Client(counting(1400, 1400, 1300)), fleet, 0.01)
+    fewer, *_ = await compare(Client(counting(1400, 1400, 1300)), audited(), 0.01)
+    restarted, *_ = await compare(Client(counting(0, 0, 0)), audited(), 0.01)
     assert "another client uses the engine" in str(more)
-    assert "it may have restarted" in str(fewer)
+    assert "reuse was reported that the engine did not count" in str(fewer)
+    assert "was restarted" in str(restarted)
     fleet.note_unaccounted(engine(P1))
     lines = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
     assert "1 prefills ended without an account" in str(lines[0])
+
+
+@pytest.mark.parametrize("since", [None, 1.75e9], ids=["by its counters", "by its start time"])
+async def test_an_engine_that_was_restarted_is_compared_anew(since: float | None) -> None:
+    fleet = audited(started_at=None if since is None else since - 60)
+    anew = (0, 0, 0) if since is None else (2000, 2000, 2000)
+    lines = await compare(Client(counting(*anew, since=since)), fleet, 0.01)
+    assert [(line.restarted, line.alarm, line.difference) for line in lines] == [(True, False, 0)] * 3
+    fleet.note_account(engine(P1), Account(offered=50, verified=40, pulled=30))
+    more = (anew[0] + 50, anew[1] + 40, anew[2] + 30)
+    lines = await compare(Client(counting(*more, since=since)), fleet, 0.01)
+    assert [(line.restarted, line.alarm, line.router) for line in lines] == [
+        (False, False, 50),
+        (False, False, 40),
+        (False, False, 30),
+    ]
+    lines = await compare(Client(counting(more[0], more[1], more[2] + 30, since=since)), fleet, 0.01)
+    assert [line.counter for line in lines if line.alarm] == ["pulled"]
+
+
+async def test_a_restart_among_running_turns_is_taken_up_when_they_are_over() -> None:
+    fleet = audited()
+    fleet.begin(engine(P1))
+    lines = await compare(Client(counting(0, 0, 0)), fleet, 0.01)
+    assert [(line.restarted, line.alarm) for line in lines] == [(True, False)] * 3
+    fleet.end(engine(P1))
+    fleet.note_account(engine(P1), Account(offered=50, verified=40, pulled=30))
+    lines = await compare(Client(counting(50, 40, 30)), fleet, 0.01)
+    assert [(line.restarted, line.alarm, line.difference) for line in lines] == [(True, False, 0)] * 3
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -159,6 +159,43 @@ def test_a_history_that_shares_nothing_stands_beside() -> None:
     assert sorted(names(ledger.handles())) == ["1", "2"]
 
 
+def test_agents_that_share_an_id_and_a_system_prompt_stand_beside_each_other() -> None:
+    ledger = MemoryLedger()
+    settle(ledger, b"s", b"x", handle=leased("x1"))
+    assert settle(ledger, b"s", b"y", handle=leased("y1")) == ()
+    assert names(settle(ledger, b"s", b"x", b"more", handle=leased("x2"))) == ["x1"]
+    assert names(settle(ledger, b"s", b"y", b"more", handle=leased("y2"))) == ["y1"]
+    taken = take(ledger, b"s", b"x", b"more", b"still")
+    assert (names((taken.held,)) if taken.held else None, taken.common) == (["x2"], 3)
+
+
+def test_a_handle_that_reading_uses_up_is_left_to_its_branch_by_another_agent() -> None:
+    ledger, left = MemoryLedger(), held("x")
+    settle(ledger, b"s", b"x", b"answer", b"tool", handle=left)
+    taken = take(ledger, b"s", b"y")
+    assert (taken.held, taken.reason, taken.common, taken.diverged_at) == (None, Reason.DIVERGED, 1, 1)
+    assert ledger.settle(KEY, taken, branch((b"s", b"y"), held=held("y")), 0.0) == ()
+    assert take(ledger, b"s", b"x", b"answer", b"tool", b"more").held == left
+
+
+def test_an_edit_late_in_a_history_takes_the_handle_along() -> None:
+    ledger, left = MemoryLedger(), held("1")
+    settle(ledger, b"s", b"x", b"answer", b"question", handle=left)
+    taken = take(ledger, b"s", b"x", b"answer", b"another")
+    assert (taken.held, taken.extends, taken.diverged_at) == (left, False, 3)
+    assert ledger.settle(KEY, taken, branch((b"s", b"x", b"answer", b"another"), held=held("2")), 0.0) == ()
+    assert take(ledger, b"s", b"x", b"answer", b"question").reason is Reason.IN_USE
+
+
+def test_the_least_recently_used_branch_goes_where_there_are_too_many() -> None:
+    ledger = MemoryLedger(max_branches=2)
+    settle(ledger, b"x", handle=leased("x"))
+    settle(ledger, b"y", handle=leased("y"))
+    running = take(ledger, b"x", b"more")
+    assert names(settle(ledger, b"z", handle=leased("z"))) == ["y"]
+    assert names(ledger.settle(KEY, running, branch((b"x", b"more"), held=leased("x2")), 0.0)) == ["x"]
+
+
 def test_the_oldest_branch_goes_where_there_are_too_many() -> None:
     ledger = MemoryLedger(max_branches=2)
     dropped = [names(settle(ledger, bytes([n]), handle=held(str(n)))) for n in range(1)]
@@ -501,6 +538,11 @@ class Interleaving(RuleBasedStateMachine):
             shared = {number: self.shared(messages, history) for number, messages in conversation.branches}
             assert taken.branch is not None
             assert taken.common == shared[taken.branch.number] == max(shared.values())
+            record = dict(conversation.branches)[taken.branch.number]
+            assert taken.extends == (history[: len(record)] == record)
+            if taken.extends:
+                others = [one for one in conversation.branches if one[0] != taken.branch.number]
+                conversation.branches = [*others, (taken.branch.number, record)]
         if taken.held is not None:
             name = taken.held.handle.request_id
             assert self.where[name] == "ledger"
@@ -536,7 +578,7 @@ class Interleaving(RuleBasedStateMachine):
             assert dropped == (() if left is None else (left,))
             return
         conversation.seen = self.now
-        if turn.taken.branch is not None and turn.taken.common:
+        if turn.taken.branch is not None and turn.taken.extends:
             conversation.branches = [b for b in conversation.branches if b[0] != turn.taken.branch.number]
         conversation.branches = [*conversation.branches, (new.number, turn.history)][-MAX_BRANCHES:]
 

@@ -127,6 +127,12 @@ def test_a_hybrid_models_handle_cannot_be_cut() -> None:
     assert placed(LONG, left(handle=groups)).reason is Reason.NO_PROOF
 
 
+def test_a_handle_that_is_good_as_a_whole_only_cannot_be_cut() -> None:
+    whole = held(tokens=256, backhaul={"version": 1, "whole": True, "tokens": 256, "digests": "AAAA"})
+    assert placed(LONG, left(handle=whole)).reason is Reason.NO_PROOF
+    assert placed(None, left(handle=whole), fleet(connector=1)).proof is Proof.CONNECTOR
+
+
 def test_a_prompt_without_one_common_block_has_diverged() -> None:
     found = placed([1, *LONG], left(common=0))
     assert (found.route, found.reason) == (Route.COLD, Reason.DIVERGED)

@@ -15,7 +15,7 @@ import pytest
 from backhaul_connector import nixl_progress, on_import, plugin
 
 HANDLE = {"do_remote_decode": True, "remote_block_ids": [[4, 5]], "remote_num_tokens": 70}
-CHAT, COMPLETIONS = plugin.TARGETS
+CHAT, COMPLETIONS, MESSAGES = plugin.TARGETS
 
 
 def output(*token_ids: int, finish: str | None = None, handle: dict[str, Any] | None = None, index: int = 0) -> Any:
@@ -213,6 +213,59 @@ async def test_closing_the_stream_closes_vllms_generator() -> None:
     assert closed == [True]
 
 
+# --- events that are made of a stream's -------------------------------------------------------------------------------
+
+
+def named(name: str, **fields: Any) -> str:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields}, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+
+async def converted(self: Any, generator: AsyncIterator[str]) -> AsyncGenerator[str, None]:
+    """Like vLLM's: events of its own, of which the one for the usage comes last but one."""
+    async for event in generator:
+        if event == DONE:
+            yield named("message_stop")
+        elif '"usage"' in event:
+            yield named("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 3, "odd": 1e22})
+        else:
+            yield named("content_block_delta", delta={"text": "é"})
+
+
+async def convert(request: Any, *items: Any) -> list[str]:
+    chunks = plugin.wrap(chat())(None, request, outputs(*items))
+    return [event async for event in plugin.wrap_rewriting(converted)(None, chunks)]
+
+
+async def test_a_message_s_delta_gains_what_the_chat_s_last_event_gained() -> None:
+    plain = await convert(request(kv_transfer_params=None), *ANSWER)
+    ours = await convert(request(), *ANSWER)
+    assert [a == b for a, b in zip(ours, plain, strict=True)] == [True] * 4 + [False, True]
+    added = {**HANDLE, "backhaul": {"version": 1, "token_ids": [7, 8, 9, 10]}}
+    encoded = json.dumps(added, separators=(",", ":"))
+    assert ours[4] == plain[4].removesuffix("}\n\n") + f',"kv_transfer_params":{encoded}}}\n\n'
+
+
+async def test_vllms_own_nulls_add_nothing_to_a_message() -> None:
+    async def chunks() -> AsyncIterator[str]:
+        yield event("a", kv_transfer_params=None)
+        yield event("b", "stop", kv_transfer_params=None)
+        yield USAGE
+        yield DONE
+
+    events = [event async for event in plugin.wrap_rewriting(converted)(None, chunks())]
+    assert not [event for event in events if "kv_transfer_params" in event]
+
+
+async def test_a_message_of_a_stream_of_another_shape_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def chunks() -> AsyncIterator[str]:
+        yield 'data: {"kv_transfer_params": {\n\n'
+        yield USAGE
+
+    events = [event async for event in plugin.wrap_rewriting(converted)(None, chunks())]
+    assert [event.split("\n")[0] for event in events] == ["event: content_block_delta", "event: message_delta"]
+    assert "it is passed on as it is" in caplog.text
+
+
 # --- how it gets into vLLM --------------------------------------------------------------------------------------------
 
 
@@ -265,7 +318,7 @@ def test_a_module_without_the_class_is_left_with_a_warning(caplog: pytest.LogCap
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """A vllm package with the two modules, and the gauges that are published."""
+    """A vllm package with the three modules, and the gauges that are published."""
     for target in plugin.TARGETS:
         folder = tmp_path.joinpath(*target.module.split(".")[:-1])
         folder.mkdir(parents=True)
@@ -304,6 +357,8 @@ def test_registering_imports_nothing_and_changes_what_is_imported_later(fake_vll
     assert patched(CHAT)
     assert fake_vllm == []
     assert patched(COMPLETIONS)
+    assert fake_vllm == []
+    assert patched(MESSAGES)
     assert fake_vllm == [("backhaul_plugin_info", {"version": "1"}, 1)]
 
 
@@ -321,6 +376,7 @@ def test_registering_twice_changes_once(fake_vllm: list[Any]) -> None:
     plugin.register()
     assert getattr(owner, CHAT.method) is once
     assert patched(COMPLETIONS)
+    assert patched(MESSAGES)
     assert len(fake_vllm) == 1
 
 
@@ -337,6 +393,7 @@ def test_the_gauge_is_not_there_if_one_endpoint_could_not_be_changed(fake_vllm: 
     serving.write_text(serving.read_text().replace("result_generator", "results"))
     assert patched(CHAT)
     assert not patched(COMPLETIONS)
+    assert patched(MESSAGES)
     assert fake_vllm == []
 
 

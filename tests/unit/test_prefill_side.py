@@ -27,8 +27,8 @@ class Channel(Claims):
         self.finished: list[tuple[Claim, bool]] = []
         self.declined: list[Target] = []
 
-    def claim(self, target: Target, blocks: int, last_hash: bytes) -> Claim:
-        self.made.append(Claim(target, blocks, last_hash, self.hold_s))
+    def claim(self, target: Target, blocks: int, last_hash: bytes, tail: bytes | None = None) -> Claim:
+        self.made.append(Claim(target, blocks, last_hash, self.hold_s, tail))
         return self.made[-1]
 
     def grant(self, *, age_s: float = 0.0, **other: Any) -> None:
@@ -210,6 +210,21 @@ def test_after_a_failed_read_the_prompt_is_computed_and_never_promised_again(
     assert side.match(request, prefill, BLOCK) == NOTHING
     account = side.answer(request, prefill)["backhaul"]["account"]
     assert (account["pulled"], account["bytes"], account["local"], account["why"]) == (0, 0, BLOCK, "read_failed")
+
+
+def test_what_was_read_and_taken_away_again_is_no_reuse(side: PrefillSide, channel: Channel) -> None:
+    """As when vLLM preempts a request: it asks anew, from the first token."""
+    request, prefill = admitted(side)
+    side.match(request, prefill, 0)
+    channel.grant()
+    side.match(request, prefill, 0)
+    side.start(request, prefill, 4 * BLOCK)
+    request.kv_transfer_params["_remote_blocks_processed"] = True
+    side.ended(prefill, failed=False)
+    assert side.match(request, prefill, BLOCK) == NOTHING
+    account = side.answer(request, prefill)["backhaul"]["account"]
+    assert (account["pulled"], account["local"], account["why"]) == (0, BLOCK, "read_failed")
+    assert account["computed"] == account["prompt"] - BLOCK
 
 
 def test_a_read_that_ends_with_its_hold_says_so(side: PrefillSide, channel: Channel) -> None:

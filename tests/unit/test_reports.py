@@ -77,3 +77,14 @@ async def test_waiting_ends_by_itself_and_leaves_nothing() -> None:
     log = ReportLog()
     await log.wait_for("c1", 1, 0.001)
     assert log._awaited == {}
+
+
+def test_conversations_without_a_name_make_room_for_each_other() -> None:
+    log = ReportLog(max_conversations=4)
+    log.record(report("named"))
+    for name in "abcd":
+        log.record(report(name, identity_source="history"))
+    assert [one.id for one in log.newest_first()] == ["d", "c", "named"]
+    assert log.forget("d")
+    log.record(report("e", identity_source="history"))
+    assert [one.id for one in log.newest_first()] == ["e", "c", "named"]

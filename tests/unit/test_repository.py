@@ -102,7 +102,8 @@ def test_no_package_imports_the_tools_above_it():
     assert [str(found) for found in IMPORTS if is_tool(found.imported) and not is_tool(found.importer)] == []
 
 
-IN_VLLM = {f"backhaul_connector.{module}" for module in ("connector", "scheduler_side", "worker_side", "stats")}
+_MODULES_IN_VLLM = ("connector", "scheduler_side", "cache_groups", "worker_side", "stats")
+IN_VLLM = {f"backhaul_connector.{module}" for module in _MODULES_IN_VLLM}
 """What vLLM itself imports, since it is made of vLLM's classes."""
 
 

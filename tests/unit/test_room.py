@@ -33,6 +33,11 @@ def test_a_request_that_does_not_fit_ends_as_many_as_it_needs(leases: LeaseTable
     assert leases.sweep() == {"0", "1"}
 
 
+def test_each_group_of_layers_takes_blocks_of_its_own(leases: LeaseTable) -> None:
+    Room(leases, BLOCK, groups=2).make(request(20), 10 * BLOCK, free=13)
+    assert leases.sweep() == {"0", "1"}
+
+
 def test_a_cached_prefix_that_lies_in_free_blocks_does_not_keep_its_request_waiting_for_leases(
     leases: LeaseTable,
 ) -> None:

@@ -507,7 +507,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 from backhaul_router import transport
 
 class Child(FakeRouter):
-    def __init__(self, config):
+    def __init__(self, config, *, on_report):
         super().__init__()
         print("a router of its own, with", config, flush=True)
     async def aclose(self):

@@ -335,11 +335,12 @@ def test_what_a_renderer_rejects_is_decodes_to_judge(status: int) -> None:
     assert drive.released == []
 
 
-def test_a_window_of_blocks_that_begins_later_cannot_be_cut() -> None:
+@pytest.mark.parametrize("blocks", [[11, 12, 13], [0, *range(2, 14)]], ids=["left out", "as the null block"])
+def test_a_window_of_blocks_that_begins_later_cannot_be_cut(blocks: list[int]) -> None:
     """A sliding-window model of one group keeps only the last blocks: the list's first is not the sequence's."""
     drive = Drive(FIRST)
     drive.feed(rendered(), prefilled(), BODY)
-    drive.feed(whole(kv_transfer_params=params("d-1", tokens=202, remote_block_ids=[[11, 12, 13]])), Ended())
+    drive.feed(whole(kv_transfer_params=params("d-1", tokens=202, remote_block_ids=[blocks])), Ended())
     assert drive.released == [("d-1", P1)]
     assert (drive.filed.held, drive.filed.missing) == (None, Reason.NO_PROOF)
 
@@ -355,7 +356,7 @@ def test_a_hybrid_models_handle_is_released_at_once() -> None:
 @pytest.mark.parametrize(("claims", "holds"), [(202, 202), (205, 202), (198, 198), (0, 0)])
 def test_a_handle_is_trusted_for_what_surely_ran_alone(claims: int, holds: int) -> None:
     """200 prompt tokens and three generated: the last one's KV is not computed."""
-    blocks = [list(range(13))]
+    blocks = [list(range(1, 14))]
     drive = Drive(FIRST)
     drive.feed(rendered(), prefilled(), BODY)
     drive.feed(whole(kv_transfer_params=params("d-1", tokens=claims, remote_block_ids=blocks)), Ended())

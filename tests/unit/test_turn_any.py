@@ -289,6 +289,8 @@ REQUESTS = [
     facts(messages=MESSAGES, prompt_logprobs=1, stream=True),
     facts(messages=[*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]),
     facts({"model": "m", "prompt": list(PROMPT)}, Endpoint.COMPLETIONS),
+    facts({"model": "m", "messages": MESSAGES, "max_tokens": 9}, Endpoint.MESSAGES),
+    facts({"model": "m", "input": MESSAGES}, Endpoint.RESPONSES),
 ]
 
 

@@ -633,7 +633,8 @@ ANSWER = {
 
 def answered(*, keep_token_ids: bool = False, note: dict[str, object] | None = None, **fields: Any) -> dict[str, Any]:
     members = wire.split(encoded(ANSWER | fields))
-    seen: dict[str, Any] = json.loads(wire.client_answer(members, keep_token_ids=keep_token_ids, note=note))
+    asked = read_request(CHAT, chat(b'"return_token_ids": true' if keep_token_ids else b'"stream": false'))
+    seen: dict[str, Any] = json.loads(wire.client_answer(asked, members, note))
     return seen
 
 
@@ -663,7 +664,7 @@ def test_our_note_stands_in_usage_beside_what_was_there() -> None:
 def test_other_bytes_of_an_answer_are_not_touched() -> None:
     body = rb'{"choices": [ {"logprob": -0.10, "s":"\u00e9"} ], "x": 1.50, "kv_transfer_params": null}'
     assert (
-        wire.client_answer(wire.split(body), keep_token_ids=True, note=None)
+        wire.client_answer(read_request(CHAT, chat(b'"return_token_ids": true')), wire.split(body), None)
         == rb'{"choices":[ {"logprob": -0.10, "s":"\u00e9"} ],"x":1.50}'
     )
 
@@ -681,8 +682,7 @@ def test_token_counts_are_read() -> None:
 
 def test_prompt_ids_are_found_where_each_endpoint_puts_them() -> None:
     def ids(body: dict[str, Any]) -> object:
-        members = wire.split(encoded(body))
-        return wire.read_ids(wire.returned_prompt_ids(members, wire.read_choices(members)[0]))
+        return wire.read_ids(wire.read_answer(CHAT, encoded(body)).ran)
 
     assert ids({"choices": [{}], "prompt_token_ids": [1]}) == (1,)
     assert ids({"choices": [{"prompt_token_ids": [2]}]}) == (2,)

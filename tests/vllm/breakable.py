@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agents import COMPLETIONS, Agent, Answer
 from backhaul_connector.launch import Engine, EngineCommand
-from backhaul_router.http_client import HttpClient, HttpStream
 from backhaul_router.config import RouterConfig
 from backhaul_router.engine_client import EngineAnswer, EngineCall
+from backhaul_router.http_client import HttpClient, HttpStream
 from backhaul_router.report import ReuseReport
 from backhaul_router.router import Request, Router
 from by_hand import alarms
 from real_engines import EngineSet, metrics, wait_for_baseline
+from vllm_agents import COMPLETIONS, Agent, Answer
 
 BLOCK = 32
 RELEASED_S = 1.0

@@ -44,6 +44,8 @@ def _engines_used(item: pytest.Item) -> int:
 
 
 _SETS = (
+    "windowed_engines",
+    "tight_connector_engines",
     "smollm2_engines",
     "small_connector_engines",
     "connector_engines_prefix_caching",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agents import COMPLETIONS, Agent, router_on
 from backhaul_router.report import Reason, Route
 from real_engines import EngineSet
+from vllm_agents import COMPLETIONS, Agent, router_on
 
 STORY = "The cache keeps the keys and values of every token that the engine has run, block by block. "
 

@@ -89,9 +89,10 @@ async def test_random_conversations_get_no_wrong_answer(proof: Proof, engine_set
     assert tally.pulled > 0
 
 
-async def test_vllms_block_hashes_cover_images_adapters_and_salts(vllm_python: Path) -> None:
+@pytest.mark.parametrize("name", ["vllm_hashes.py", "vllm_groups.py"])
+async def test_what_vllm_hashes_and_keeps_is_what_the_connector_takes_it_for(vllm_python: Path, name: str) -> None:
     script = await asyncio.create_subprocess_exec(
-        vllm_python, HERE / "vllm_hashes.py", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        vllm_python, HERE / name, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     said, _ = await script.communicate()
     assert script.returncode == 0, said.decode()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agents import CHAT, Agent, router_on
 from backhaul_router.report import Reason, Route
 from real_engines import EngineSet, post
+from vllm_agents import CHAT, Agent, router_on
 
 BLOCK = 32
 QUESTIONS = [

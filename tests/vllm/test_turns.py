@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from agents import COMPLETIONS, Agent, pulled_bytes, pulled_tokens, router_on
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.router import Request
 from real_engines import EngineSet
+from vllm_agents import COMPLETIONS, Agent, pulled_bytes, pulled_tokens, router_on
 
 STORY = "The cache keeps the keys and values of every token that the engine has run, block by block. "
 KV_BYTES_PER_TOKEN = 4 * 2 * 64 * 2 * 4
@@ -103,7 +103,7 @@ async def test_a_short_suffix_runs_local_by_the_default_threshold(engines: Engin
 
 
 async def test_without_a_conversation_every_turn_is_cold_and_nothing_stays(engines: EngineSet) -> None:
-    async with router_on(engines) as (router, reports):
+    async with router_on(engines, match_history=False) as (router, reports):
         agent = Agent(router, engines, reports, conversation=None)
         for stream in (False, True):
             body = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 20, "stream": stream}

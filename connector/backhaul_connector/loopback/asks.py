@@ -57,6 +57,7 @@ class Asked(msgspec.Struct, frozen=True):
     release: list[Id] = []
     leases: LeaseOrders | None = None
     prompt_hash: str | None = None
+    prompt_tail: str | None = None
     prompt_tokens: Count | None = None
 
     @property
@@ -83,6 +84,15 @@ class HandleFields(msgspec.Struct, frozen=True):
     remote_blocks_expiry_time: float | None = None
 
 
+class SenderFields(msgspec.Struct, frozen=True):
+    """Enough of a handle to tell whoever sent it that nobody will read."""
+
+    remote_engine_id: Id
+    remote_request_id: Id
+    remote_host: Id
+    remote_port: Port
+
+
 def read_asked(given: Any) -> tuple[Asked | None, str | None]:
     """The request's `backhaul` object, if there is one to understand, and what is wrong with it, if something is."""
     if given is None:
@@ -105,6 +115,15 @@ def read_handle(params: dict[str, Any]) -> HandleFields | None:
         return msgspec.convert(params, HandleFields)
     except msgspec.ValidationError:
         return None
+
+
+def sender_of(params: dict[str, Any]) -> dict[str, Any] | None:
+    """What it takes to notify the sender of a handle that is none."""
+    try:
+        sender = msgspec.convert(params, SenderFields)
+    except msgspec.ValidationError:
+        return None
+    return {"do_remote_prefill": True, "remote_block_ids": [[]], **msgspec.structs.asdict(sender)}
 
 
 def names_blocks(params: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ Role = Literal["prefill", "decode"]
 
 VLLM_VERSION = "0.32.0"
 
-GENERATE_PATHS = ("/v1/chat/completions", "/v1/completions")
+GENERATE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 @dataclass(frozen=True, kw_only=True)

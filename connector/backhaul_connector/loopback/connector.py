@@ -14,7 +14,7 @@ from typing import Any
 
 from . import account, asks, transfer
 from .asks import Asked, HandleFields
-from .blocks import Block
+from .blocks import Block, chain_digest
 from .clock import Clock
 from .config import EngineConfig, Faults
 from .connector_metrics import ConnectorMetrics
@@ -145,14 +145,17 @@ class Connector:
     def _arrived_on_d(self, seq: Seq, reuse: Reuse, params: Params) -> str | None:
         asked, handle, size = reuse.asked, asks.read_handle(params), self._config.block_size
         if handle is None:
+            if (sender := asks.sender_of(params)) is not None:
+                self._let_go(sender)
             return "malformed"
         ids = asks.cut(handle, size, seq.num_prompt)
         if ids is None:
             self._let_go(dict(params))
             return "malformed"
         params["remote_block_ids"] = ids
-        hash_differs = asked.prompt_hash is not None and asked.prompt_hash != self._prompt_hash(seq)
-        if hash_differs or asked.prompt_tokens not in (None, seq.num_prompt):
+        differs = asked.prompt_hash is not None and asked.prompt_hash != self._prompt_hash(seq)
+        differs |= asked.prompt_tail is not None and asked.prompt_tail != self._prompt_tail(seq)
+        if differs or asked.prompt_tokens not in (None, seq.num_prompt):
             self._let_go(dict(params))
             return "prompt_differs"
         return None
@@ -315,6 +318,7 @@ class Connector:
             "version": asks.WIRE_VERSION,
             "account": account.of_prefill(seq),
             "prompt_hash": self._prompt_hash(seq),
+            "prompt_tail": self._prompt_tail(seq),
             "prompt_tokens": seq.num_prompt,
         }
 
@@ -322,6 +326,12 @@ class Connector:
         """Of the prompt's last whole block, which through the chain stands for all; `None` for a prompt without one."""
         whole = seq.num_prompt // self._config.block_size
         return seq.digests[whole - 1].hex() if whole else None
+
+    def _prompt_tail(self, seq: Seq) -> str:
+        """Of the whole prompt, what lies behind its last whole block included."""
+        whole = seq.num_prompt // self._config.block_size
+        rest = seq.keys[whole * self._config.block_size : seq.num_prompt]
+        return chain_digest(seq.digests[whole - 1] if whole else b"", rest, "" if whole else seq.salt).hex()
 
     def exposition(self) -> str:
         leases = self.leases

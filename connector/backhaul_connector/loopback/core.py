@@ -133,8 +133,8 @@ class EngineCore:
 
     def reject(self, params: Params | None) -> None:
         """A request ended before its load was started: P's blocks for it can go."""
-        if params and self.connector is not None and asks.read_handle(params) is None:
-            return
+        if params and self.connector is not None:
+            params = asks.sender_of(params) if params.get("do_remote_prefill") else None
         self._reader.let_go(params)
 
     def reap(self) -> None:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from .asks import Id
 from .config import Faults
+from .listening import stop_listening
 
 MAX_FRAME = 2**20
 MAX_HOLD_S = 600.0
@@ -33,7 +34,8 @@ class Claim(msgspec.Struct, tag_field="op", tag="claim", kw_only=True, omit_defa
     blocks: Annotated[int, Meta(ge=1)]
     hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """In full, of the last of the blocks."""
-    tail: list[int] | None = None
+    tail: bytes | None = None
+    """Only of leases that are read as a whole; this engine has none."""
     hold_s: Annotated[float, Meta(gt=0, le=MAX_HOLD_S)]
     claim: Id
 
@@ -92,7 +94,7 @@ class LeaseChannel:
     async def stop(self) -> None:
         if self._server is None:
             return
-        self._server.close()
+        await stop_listening(self._server)
         for transport in tuple(self.connections):
             transport.abort()
         await self._server.wait_closed()

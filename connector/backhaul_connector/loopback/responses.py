@@ -115,7 +115,7 @@ class Writer:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. The head went out with status 200, so a failure is an event of its own."""
         try:
-            async with aclosing(self._events()) as events:
+            async with aclosing(self.chunks()) as events:
                 async for event in events:
                     yield b"data: " + msgspec.json.encode(event) + b"\n\n"
         except KVLoadError:
@@ -124,7 +124,8 @@ class Writer:
             yield b"data: " + msgspec.json.encode(ApiError.internal(str(error)).body()) + b"\n\n"
         yield DONE
 
-    async def _events(self) -> AsyncGenerator[dict[str, Json], None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Json], None]:
+        """A stream's chunks. Raises `KVLoadError` and `EngineDeadError`."""
         started = False
         for choice in self.choices:
             first = True

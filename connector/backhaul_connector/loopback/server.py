@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -14,14 +14,17 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from . import requests
+from . import messages_api, requests, responses_api
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, convert
 from .config import VLLM_VERSION, EngineConfig, Faults, Received
 from .core import EngineCore
 from .errors import ApiError, EngineDeadError, KVLoadError
+from .messages_api import CountTokensBody, MessagesBody
 from .output import Choice
+from .rendered import generate_request
 from .requests import Call
 from .responses import Writer
+from .responses_api import ResponsesBody, ResponseWriter
 from .sequence import Seq
 from .template import Prompt
 from .tokenizer import decode, token_str
@@ -47,7 +50,12 @@ class Server:
         app = web.Application(client_max_size=256 * 2**20, middlewares=[self._faults, self._errors])
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/responses", self.responses)
+        app.router.add_post("/v1/messages", self.messages)
+        app.router.add_post("/v1/messages/count_tokens", self.count_tokens)
         app.router.add_post("/v1/chat/completions/render", self.render_chat)
+        app.router.add_post("/v1/responses/render", self.render_responses)
+        app.router.add_post("/v1/messages/render", self.render_messages)
         app.router.add_post("/v1/completions/render", self.render_completions)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
@@ -119,23 +127,55 @@ class Server:
         return await self._generate(request, CompletionBody)
 
     async def _generate(self, request: web.Request, type_: type[ChatBody] | type[CompletionBody]) -> web.StreamResponse:
-        body = await _body(request)
-        parsed = convert(body, type_)
-        if self.core.dead is not None:
-            raise self.core.dead
-        try:
-            call = self._call(request, parsed)
-        except ApiError:
-            # The transfer parameters are looked at although the request is refused: P's blocks are let go.
-            self.core.reject(parsed.kv_transfer_params)
-            raise
-        if cost := self.config.costs.render_s * sum(len(prompt.tokens) for prompt in call.prompts):
-            await self.core.clock.sleep(cost)
-        choices = self._choices(call)
+        call, choices = await self._admit(request, convert(await _body(request), type_))
         writer = Writer.make(call, self.core, choices)
         if not call.stream:
             return web.json_response(body=msgspec.json.encode(await writer.whole()))
-        return await self._stream(request, writer)
+        return await self._stream(request, writer.stream())
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        body = convert(await _body(request), MessagesBody)
+        chat = messages_api.chat_body(body)
+        try:
+            call, choices = await self._admit(request, chat)
+            writer = Writer.make(call, self.core, choices)
+            if not call.stream:
+                message = messages_api.message_of(await writer.whole())
+                return web.json_response(body=msgspec.json.encode(message))
+        except ApiError as error:
+            return web.json_response(messages_api.error_of(error), status=error.status)
+        except (KVLoadError, EngineDeadError):
+            return web.json_response(messages_api.error_of(ApiError.internal()), status=500)
+        return await self._stream(request, _message_events(writer))
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        body = convert(await _body(request), ResponsesBody)
+        try:
+            chat = responses_api.chat_body(body)
+        except ApiError:
+            self.core.reject(body.kv_transfer_params)
+            raise
+        call, (choice,) = await self._admit(request, chat)
+        id_ = body.request_id or f"resp_{uuid.uuid4().hex}"
+        writer = ResponseWriter(body, call, self.core, choice, id_, int(time.time()))
+        if not call.stream:
+            return web.json_response(body=msgspec.json.encode(await writer.whole()))
+        try:
+            return await self._stream(request, writer.stream())
+        except (KVLoadError, EngineDeadError):
+            return _hang_up(request)
+
+    async def _admit(self, request: web.Request, body: ChatBody | CompletionBody) -> tuple[Call, list[Choice]]:
+        if self.core.dead is not None:
+            raise self.core.dead
+        try:
+            call = self._call(request, body)
+        except ApiError:
+            # The transfer parameters are looked at although the request is refused: P's blocks are let go.
+            self.core.reject(body.kv_transfer_params)
+            raise
+        await self._pay_for_rendering(call)
+        return call, self._choices(call)
 
     def _call(self, request: web.Request, body: ChatBody | CompletionBody) -> Call:
         self._check_model(body.model)
@@ -170,12 +210,12 @@ class Server:
             choice=copy,
         )
 
-    async def _stream(self, request: web.Request, writer: Writer) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, written: AsyncGenerator[bytes, None]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         limit = _cut_after.get()
         await response.prepare(request)
         sent = 0
-        async with aclosing(writer.stream()) as events:
+        async with aclosing(written) as events:
             async for event in events:
                 if limit is not None and sent + len(event) > limit:
                     await response.write(event[: limit - sent])
@@ -189,52 +229,42 @@ class Server:
 
     async def render_chat(self, request: web.Request) -> web.StreamResponse:
         self._check_scale_out()
-        body = convert(await _body(request), ChatBody)
+        return await self._rendered(request, convert(await _body(request), ChatBody))
+
+    async def _rendered(self, request: web.Request, body: ChatBody) -> web.StreamResponse:
         call = self._call(request, body)
         await self._pay_for_rendering(call)
-        return web.json_response(self._generate_request(call, body, 0))
+        return web.json_response(generate_request(call, body, 0))
+
+    async def render_messages(self, request: web.Request) -> web.StreamResponse:
+        """Disabled thinking means effort `none` here, whatever the template makes of it when it is served."""
+        self._check_scale_out()
+        return await self._rendered(request, messages_api.chat_body(convert(await _body(request), MessagesBody)))
+
+    async def render_responses(self, request: web.Request) -> web.StreamResponse:
+        self._check_scale_out()
+        body = convert(await _body(request), ResponsesBody)
+        if body.previous_response_id is not None:
+            message = "previous_response_id is not supported by the stateless render endpoint."
+            raise ApiError(400, "invalid_request_error", message, param="previous_response_id")
+        return await self._rendered(request, responses_api.chat_body(body))
+
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = messages_api.counted_body(convert(await _body(request), CountTokensBody))
+        self._check_model(body.model)
+        count = len(requests.render_chat(body).tokens)
+        return web.json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
     async def render_completions(self, request: web.Request) -> web.StreamResponse:
         self._check_scale_out()
         body = convert(await _body(request), CompletionBody)
         call = self._call(request, body)
         await self._pay_for_rendering(call)
-        return web.json_response([self._generate_request(call, body, index) for index in range(len(call.prompts))])
+        return web.json_response([generate_request(call, body, index) for index in range(len(call.prompts))])
 
     async def _pay_for_rendering(self, call: Call) -> None:
         if cost := self.config.costs.render_s * sum(len(prompt.tokens) for prompt in call.prompts):
             await self.core.clock.sleep(cost)
-
-    def _generate_request(self, call: Call, body: ChatBody | CompletionBody, index: int) -> dict[str, Any]:
-        """`GenerateRequest` of `scale_out/token_in_token_out/protocol.py`; the sampling parameters in brief."""
-        request_id = f"chatcmpl-{call.id}" if call.chat else f"cmpl-{call.id}"
-        if len(call.prompts) > 1:
-            request_id += f"-{index}"
-        sampling = call.sampling | {
-            "n": call.n,
-            "max_tokens": call.max_tokens[index],
-            "min_tokens": call.min_tokens,
-            "stop": list(call.stop),
-            "stop_token_ids": sorted(call.stop_token_ids),
-            "ignore_eos": call.ignore_eos,
-        }
-        return {
-            "request_id": request_id,
-            "token_ids": call.prompts[index].tokens,
-            "features": _features(call.prompts[index]),
-            "sampling_params": sampling,
-            "model": body.model,
-            "reasoning_ended": None,
-            "reasoning_parser_kwargs": None,
-            "return_token_ids": None,
-            "output_mode": "tokens",
-            "stream": call.stream,
-            "stream_options": body.stream_options if call.stream else None,
-            "cache_salt": body.cache_salt,
-            "priority": 0,
-            "kv_transfer_params": None,
-            "ec_transfer_params": None,
-        }
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = convert(await _body(request), TokenizeBody)
@@ -317,6 +347,16 @@ class Server:
             raise ApiError.forbidden(_SCALE_OUT_OFF)
 
 
+async def _message_events(writer: Writer) -> AsyncGenerator[bytes, None]:
+    """The head went out with status 200, so a failure is an event of its own, and the last."""
+    try:
+        async with aclosing(writer.chunks()) as chunks, aclosing(messages_api.message_events(chunks)) as events:
+            async for event in events:
+                yield event
+    except (KVLoadError, EngineDeadError):
+        yield messages_api.broken()
+
+
 async def _body(request: web.Request) -> Any:
     if request.content_type != "application/json":
         raise ApiError.invalid("Unsupported Media Type: Only 'application/json' is allowed", param="header")
@@ -324,15 +364,6 @@ async def _body(request: web.Request) -> Any:
         return msgspec.json.decode(await request.read())
     except msgspec.DecodeError as error:
         raise ApiError.invalid(f"JSON decode error: {error}", param="body") from error
-
-
-def _features(prompt: Prompt) -> dict[str, Any] | None:
-    """Which positions hold an image rather than their token, and which image (`MultiModalFeatures`)."""
-    if not prompt.features:
-        return None
-    places = [{"offset": offset, "length": 1} for offset in prompt.features]
-    hashes = [f"{content:08x}" for content in prompt.features.values()]
-    return {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}}
 
 
 def _json_or_none(raw: bytes) -> Any:

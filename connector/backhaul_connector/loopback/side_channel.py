@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from .errors import KVLoadError
+from .listening import stop_listening
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -94,7 +95,7 @@ class SideChannel:
     async def stop(self) -> None:
         if self._server is None:
             return
-        self._server.close()
+        await stop_listening(self._server)
         for writer in tuple(self._writers):
             writer.transport.abort()
         await self._server.wait_closed()

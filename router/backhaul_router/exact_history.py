@@ -1,0 +1,166 @@
+"""Histories kept as tokens: the prompt of the next turn continues the very tokens that the engine ran, in place of the same
+text, tokenised anew.
+
+A client sends an assistant's answer back as text. Its tokens often are others than those that the model made: a text can be
+spelled in several ways, reasoning is left out, a tool call's arguments are written by another JSON library. From there on
+nothing on the decode engine can be reused, and the model reads something that it did not write. `splice` puts the model's own
+tokens back, where it is certain which part of the prompt they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+_TAIL = 16
+"""Tokens of the template that may follow the one which ends an answer."""
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    id: str | None = None
+    index: int | None = None
+    function: _Function | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str | None = None
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str | None = None
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    function_call: msgspec.Raw = msgspec.Raw(b"null")
+    refusal: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Message | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+class _Whole(msgspec.Struct):
+    message: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_read_choices = msgspec.json.Decoder(list[_Whole]).decode
+_read_message = msgspec.json.Decoder(_Message).decode
+_read_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What an assistant's message says, however it is written."""
+
+    text: str
+    calls: tuple[tuple[str, Any], ...]
+    """Of each tool call the function's name and its arguments, as JSON values where they are valid JSON."""
+
+
+def said(message: bytes) -> Said | None:
+    """What a message in JSON says; `None` when it is not an assistant's, or holds what is not compared here."""
+    try:
+        read = _read_message(message)
+    except msgspec.DecodeError:
+        return None
+    if read.role != "assistant" or read.refusal or bytes(read.function_call) != b"null":
+        return None
+    text = _text(read.content)
+    if text is None:
+        return None
+    return Said(text.strip(), tuple(_call(call) for call in read.tool_calls or ()))
+
+
+def said_in(answer: Mapping[str, msgspec.Raw]) -> Said | None:
+    """What an answer's only choice says."""
+    try:
+        (choice,) = _read_choices(answer.get("choices", msgspec.Raw(b"[]")))
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return said(bytes(choice.message))
+
+
+class Listening:
+    """Puts an answer together from the events of its stream."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._calls: dict[int, tuple[list[str], list[str]]] = {}
+        self._understood = True
+
+    def hear(self, data: bytes) -> None:
+        """One event's JSON."""
+        try:
+            chunk = _read_chunk(data)
+        except msgspec.DecodeError:
+            self._understood = False
+            return
+        for choice in chunk.choices:
+            if choice.delta is None:
+                continue
+            text = _text(choice.delta.content)
+            if text is None or choice.delta.refusal or bytes(choice.delta.function_call) != b"null":
+                self._understood = False
+                return
+            self._texts.append(text)
+            for call in choice.delta.tool_calls or ():
+                names, arguments = self._calls.setdefault(call.index or 0, ([], []))
+                if call.function is not None:
+                    names.append(call.function.name or "")
+                    arguments.append(call.function.arguments or "")
+
+    @property
+    def said(self) -> Said | None:
+        """All of it; `None` when some of it could not be read."""
+        if not self._understood:
+            return None
+        calls = (self._calls[index] for index in sorted(self._calls))
+        return Said(
+            "".join(self._texts).strip(),
+            tuple(("".join(names), _value("".join(arguments))) for names, arguments in calls),
+        )
+
+
+def splice(ran: Sequence[int], rendered: Sequence[int], closed: Sequence[int]) -> tuple[int, ...] | None:
+    """The prompt of `rendered`, with `ran` in place of the history up to the last answer; `None` where that cannot be told.
+
+    `ran` is what the engine ran and made: the last prompt, and the answer with the token that ended it. `closed` is the
+    history up to and including that answer, rendered without a generation prompt; `rendered` goes on from there.
+    """
+    if not ran or tuple(rendered[: len(closed)]) != tuple(closed):
+        return None
+    end = ran[-1]
+    for at in range(len(closed) - 1, max(len(closed) - 1 - _TAIL, -1), -1):
+        if closed[at] == end:
+            return (*ran, *rendered[at + 1 :])
+    return None
+
+
+def _text(content: str | list[_Part] | None) -> str | None:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if any(part.type != "text" or part.text is None for part in content):
+        return None
+    return "".join(part.text or "" for part in content)
+
+
+def _call(call: _Call) -> tuple[str, Any]:
+    function = call.function or _Function()
+    return function.name or "", _value(function.arguments or "")
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments) if arguments else {}
+    except msgspec.DecodeError:
+        return arguments

@@ -1,0 +1,112 @@
+"""JSON objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
+
+Splitting decodes the keys, so every spelling of a forbidden key (escapes, duplicates) is the same key and gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from .errors import BackhaulError
+
+HANDLE = "kv_transfer_params"
+FORBIDDEN: Final = frozenset({HANDLE, "ec_transfer_params"})
+"""Name hosts, ports and blocks of engines: neither taken from a client nor shown to one."""
+
+Members = dict[str, Raw]
+
+NULL: Final = Raw(b"null")
+FALSE: Final = Raw(b"false")
+TRUE: Final = Raw(b"true")
+ONE: Final = Raw(b"1")
+
+decode_members = msgspec.json.Decoder(Members).decode
+decode_list = msgspec.json.Decoder(list[Raw]).decode
+decode_any = msgspec.json.Decoder().decode
+encode = msgspec.json.encode
+
+_NESTING: Final = ("response", "message")
+"""Where the events of the Responses and the Messages API hold a whole answer."""
+
+
+class MalformedBody(BackhaulError):
+    """A body is not a JSON object; the message is meant for the client."""
+
+
+def split(body: bytes) -> Members:
+    """The top-level members of a JSON object. Of repeated keys the last counts, as in Python's own decoder.
+
+    Raises `MalformedBody`.
+    """
+    try:
+        return decode_members(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedBody(f"the body is not a JSON object: {error}") from None
+
+
+def join(members: Mapping[str, Raw]) -> bytes:
+    """The members as one JSON object again."""
+    return encode(members)
+
+
+def read_members(body: bytes) -> Members:
+    """The members of a client's body that may travel: no transfer parameters, neither at the top nor inside `vllm_xargs`.
+
+    Raises `MalformedBody`, also for text that is not UTF-8: Python's decoder, which reads the body after us, takes some of it.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise MalformedBody(f"the body is not a JSON object: it is not UTF-8 at byte {error.start}") from None
+    members = split(body)
+    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
+    if "vllm_xargs" in kept:
+        try:
+            inner = decode_members(kept["vllm_xargs"])
+        except msgspec.DecodeError:
+            return kept
+        if FORBIDDEN & inner.keys():
+            kept["vllm_xargs"] = Raw(join({k: v for k, v in inner.items() if k not in FORBIDDEN}))
+    return kept
+
+
+def passed_body(body: bytes) -> bytes:
+    """A client's body for an endpoint that the router does not read otherwise. Raises `MalformedBody`."""
+    return join(read_members(body))
+
+
+def value_of(raw: Raw) -> object:
+    """A member's value. A number out of range is infinite, as for Python's decoder."""
+    try:
+        return decode_any(raw)
+    except msgspec.ValidationError:
+        return math.inf
+
+
+def is_set(raw: Raw | None) -> bool:
+    """Whether a member is there and asks for something."""
+    return raw is not None and bytes(raw) not in (b"null", b"false")
+
+
+def without_handles(data: bytes) -> bytes:
+    """A JSON body of any endpoint without transfer parameters, at the top or inside the answer that an event holds. What is no
+    JSON object stays as it is."""
+    if not any(key.encode() in data for key in FORBIDDEN):
+        return data
+    try:
+        members = split(data)
+    except MalformedBody:
+        return data
+    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
+    changed = len(kept) < len(members)
+    for key in _NESTING:
+        inner = bytes(kept.get(key, b""))
+        if inner.startswith(b"{") and (cleaned := without_handles(inner)) != inner:
+            kept[key] = Raw(cleaned)
+            changed = True
+    return join(kept) if changed else data
