@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import openai
@@ -11,14 +12,13 @@ from backhaul_router.errors import ConfigError
 from backhaul_router.identity import FIELDS, HEADERS
 from backhaul_router.scope import current
 
-from . import _http, _remote
+from . import _fast, _http, _remote
 from ._conversation import Conversation, Reuse, entered
 from ._options import AsyncClientOptions, ClientOptions, router_config, split
 
 if TYPE_CHECKING:
     from openai._models import FinalRequestOptions
 
-_CONVERSATION_HEADER = "X-Conversation-ID"
 _PLACEHOLDER_KEY = "backhaul-embedded"
 _ELSEWHERE = ("base_url", "http_client", "provider", "workload_identity", "data_residency")
 """openai's words that point a client at a server, which an embedded one does not have."""
@@ -40,6 +40,20 @@ class _Client:
             )
         return self._bound.reuse
 
+    if not TYPE_CHECKING:
+
+        @cached_property
+        def chat(self):
+            return _fast.chat(super().chat)
+
+        @cached_property
+        def completions(self):
+            return _fast.completions(super().completions)
+
+        @cached_property
+        def responses(self):
+            return _fast.responses(super().responses)
+
     def _inherit(self, original: _Client) -> Self:
         self._embedded, self._bound = original._embedded, original._bound
         return self
@@ -55,12 +69,13 @@ class _Client:
             _refuse(options, "this client runs on an embedded router", "make a new client for another server")
 
     def _tagged(self, options: FinalRequestOptions) -> FinalRequestOptions:
-        """Names the scope's conversation in a header, unless the caller names one: an explicit id wins."""
-        scope = current.get()
-        if self._embedded or scope is None or self._names_conversation(options):
+        """Names the conversation of the scope, or else of the framework, in headers, unless the caller names one: an explicit
+        id wins."""
+        if self._embedded or self._names_conversation(options):
             return options
-        headers = options.headers if isinstance(options.headers, Mapping) else {}
-        options.headers = {**headers, _CONVERSATION_HEADER: scope.id}
+        if named := _remote.headers_of(current.get()):
+            headers = options.headers if isinstance(options.headers, Mapping) else {}
+            options.headers = {**headers, **named}
         return options
 
     def _names_conversation(self, options: FinalRequestOptions) -> bool:
@@ -119,6 +134,9 @@ class OpenAI(_Client, openai.OpenAI):
 
         with_options = copy
 
+        def post(self, path, *, body=None, **kwargs):
+            return super().post(path, body=_fast.resolved(body), **kwargs)
+
         def request(self, *args, **kwargs):
             with entered(self._bound):
                 return super().request(*args, **kwargs)
@@ -169,6 +187,9 @@ class AsyncOpenAI(_Client, openai.AsyncOpenAI):
             return super().copy(**options)._inherit(self)
 
         with_options = copy
+
+        async def post(self, path, *, body=None, **kwargs):
+            return await super().post(path, body=_fast.resolved(body), **kwargs)
 
         async def request(self, *args, **kwargs):
             with entered(self._bound):

@@ -13,6 +13,7 @@ from backhaul_router.config import RouterConfig
 from backhaul_router.router import Router
 from backhaul_router.transport import make_async_transport, make_transport
 
+from . import _totals
 from ._options import RouterSettings, router_config
 
 EMBEDDED_URL = "http://embedded.backhaul.invalid/v1"
@@ -49,11 +50,15 @@ def async_http_client(
 
 
 def embedded_client(config: RouterConfig, module: ModuleType) -> Any:
-    return _marked(module.Client(transport=make_transport(Router(config), module), **_defaults(module)))
+    return _marked(module.Client(transport=make_transport(_router(config), module), **_defaults(module)))
 
 
 def embedded_async_client(config: RouterConfig, module: ModuleType) -> Any:
-    return _marked(module.AsyncClient(transport=make_async_transport(Router(config), module), **_defaults(module)))
+    return _marked(module.AsyncClient(transport=make_async_transport(_router(config), module), **_defaults(module)))
+
+
+def _router(config: RouterConfig) -> Router:
+    return Router(config, on_report=_totals.note)
 
 
 def is_embedded(client: Any) -> bool:

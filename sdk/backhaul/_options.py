@@ -26,6 +26,8 @@ class RouterSettings(TypedDict, total=False):
     """`RouterConfig`'s settings, documented there."""
 
     reuse: bool
+    match_history: bool
+    exact_histories: bool
     route: Route | str | None
     decoder_kv_blocks_ttl: float
     lease_margin_s: float

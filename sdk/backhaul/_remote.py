@@ -15,17 +15,20 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
 import msgspec
+from backhaul_router import frameworks, hints
 from backhaul_router.identity import FIELDS, HEADERS
+from backhaul_router.leases import LeaseError
+from backhaul_router.pauses import Paused
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.scope import ConversationScope, current
+from backhaul_router.scope import ConversationScope, current, parent_of
 
-from ._conversation import Conversation
+from ._totals import note, turns_are_heard
 
 _log = logging.getLogger("backhaul")
 
@@ -46,6 +49,32 @@ def follow(client: Any) -> None:
     module = _module_of(client)
     kind = _AsyncHook if isinstance(client, module.AsyncClient) else _SyncHook
     client.event_hooks = {**hooks, "response": [*hooks["response"], kind(client, module)]}
+
+
+def headers_of(scope: ConversationScope | None) -> dict[str, str]:
+    """What a request tells a router elsewhere of the scope that it is made in, or else of the framework's conversation."""
+    if scope is None:
+        return _headers_by_framework()
+    headers = {"X-Conversation-ID": scope.id}
+    if (parent := parent_of(scope)) is not None:
+        headers["X-Backhaul-Parent"] = parent
+    if hints.inside(scope.id).last_turn:
+        headers["X-Backhaul-Last-Turn"] = "true"
+    return headers
+
+
+def _headers_by_framework() -> dict[str, str]:
+    found = frameworks.discover()
+    if found is None or found.by_history or not _fits_a_header(found.conversation):
+        return {}  # a router elsewhere goes by the history, then
+    headers = {"X-Conversation-ID": found.conversation}
+    if found.parent is not None and _fits_a_header(found.parent):
+        headers["X-Backhaul-Parent"] = found.parent
+    return headers
+
+
+def _fits_a_header(value: str) -> bool:
+    return value.isascii() and value == value.strip()
 
 
 def _module_of(client: Any) -> ModuleType:
@@ -83,7 +112,15 @@ class _Usage(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
+    model: str | None = None
     usage: _Usage | None = None
+
+
+class _Renewed(msgspec.Struct):
+    remaining_s: float | None
+
+
+_T = TypeVar("_T", _Renewed, Paused)
 
 
 class RemoteRouter:
@@ -94,15 +131,46 @@ class RemoteRouter:
         """URL below which `/v1` and `/backhaul` lie."""
         self.credentials: dict[str, str] = {}
         self._hook = hook
+        self._refused = False
+        """It does not take orders of this client; asking again would be of no use."""
 
     def __repr__(self) -> str:
         return f"<router at {self.base}>"
 
     async def end_conversation(self, conversation: str) -> None:
         """Has the router release what the engines hold for it. Raises what the HTTP library does."""
-        status = await self._hook.delete(self.url(conversation), self.credentials)
-        if status not in (204, 404):
-            self._hook.warn(f"{self!r} answered {status} to the end of a conversation: its leases end with their TTL")
+        answer = await self._hook.ask("DELETE", self.url(conversation), self.credentials)
+        if answer.status_code not in (204, 404):
+            self._hook.warn(
+                f"{self!r} answered {answer.status_code} to the end of a conversation: its leases end with their TTL"
+            )
+
+    def renewable(self, conversation: str) -> bool:
+        """Whether to ask: only the router knows of the leases."""
+        return not self._refused
+
+    async def renew(self, conversation: str) -> float | None:
+        """As `Router.renew`. Raises `LeaseError`."""
+        if self._refused:
+            return None
+        return (await self._tell(conversation, "renew", _Renewed)).remaining_s
+
+    async def pause(self, conversation: str, seconds: float) -> Paused:
+        """As `Router.pause`. Raises `LeaseError`."""
+        return await self._tell(conversation, f"pause?seconds={seconds!r}", Paused)
+
+    async def _tell(self, conversation: str, what: str, kind: type[_T]) -> _T:
+        try:
+            answer = await self._hook.ask("POST", f"{self.url(conversation)}/{what}", self.credentials)
+        except self._hook.module.HTTPError as error:
+            raise LeaseError(f"{self!r} could not be asked to {what}: {error!r}") from error
+        if answer.status_code != 200:
+            self._refused = answer.status_code in (401, 403, 404, 405)
+            raise LeaseError(f"{self!r} answered {answer.status_code} to {what}: {answer.text[:200]}")
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise LeaseError(f"{self!r} sent an answer to {what} that cannot be read: {error}") from None
 
     def url(self, conversation: str) -> str:
         return f"{self.base}/backhaul/conversations/{quote(conversation, safe='')}"
@@ -124,26 +192,27 @@ class _Hook:
         _log.log(logging.DEBUG if self._warned else logging.WARNING, "%s", message, exc_info=error)
         self._warned = True
 
-    async def delete(self, url: str, headers: dict[str, str]) -> int:
-        """The status of the answer."""
+    async def ask(self, method: str, url: str, headers: dict[str, str]) -> Any:
+        """The answer, read. Raises what the HTTP library does."""
         raise NotImplementedError
 
     def followed(self, response: Any) -> _Turn | None:
-        """The turn that a response answers, if there is somebody who wants its report."""
+        """The turn that a response answers."""
         scope = current.get()
         turn = response.headers.get("x-backhaul-turn", "")
-        if scope is None or not (turn.isascii() and turn.isdecimal()):
+        if not (turn.isascii() and turn.isdecimal()):
             return None
         request = response.request
         base, found, _ = str(request.url.copy_with(query=None, fragment=None)).rpartition("/v1/")
         conversation = _conversation_of(request)
-        if not found or conversation is None:
+        if not found or (conversation is None and scope is not None):
             return None
         router = self._routers.setdefault(base, RemoteRouter(self, base))
         if "authorization" in request.headers:
             router.credentials = {"authorization": request.headers["authorization"]}
-        if isinstance(scope, Conversation):
-            scope.attach(router)
+        attach = getattr(scope, "attach", None)
+        if attach is not None:
+            attach(router)
         return _Turn(self, router, scope, conversation, int(turn), response.headers)
 
 
@@ -165,8 +234,8 @@ class _Turn:
 
     hook: _Hook
     router: RemoteRouter
-    scope: ConversationScope
-    conversation: str
+    scope: ConversationScope | None
+    conversation: str | None
     number: int
     headers: Any
 
@@ -184,7 +253,10 @@ class _Turn:
         return self._tail.rstrip().endswith(_DONE)
 
     @property
-    def question(self) -> str:
+    def question(self) -> str | None:
+        """Where its report is; `None` when nobody would miss what the answer does not say itself."""
+        if self.conversation is None or (self.scope is None and not turns_are_heard()):
+            return None
         return f"{self.router.url(self.conversation)}?turn={self.number}&wait={_WAIT_S}"
 
     def take(self, answer: Any) -> None:
@@ -201,13 +273,22 @@ class _Turn:
         if not reports:
             self.make_do("has no report of this turn")
             return
-        self.scope.record(reports[-1])
+        self._record(reports[-1])
+
+    def count(self) -> None:
+        """Puts on record what the answer itself says, which is all that is wanted."""
+        if (report := self._from_answer()) is not None:
+            self._record(report)
+
+    def _record(self, report: ReuseReport) -> None:
+        if self.scope is not None:
+            self.scope.record(report)
+        note(report)
 
     def make_do(self, why: str, error: BaseException | None = None) -> None:
         """Puts on record what the answer itself says."""
         self.hook.warn(f"{self.router!r} {why}: reports have only what the answers say themselves", error)
-        if (report := self._from_answer()) is not None:
-            self.scope.record(report)
+        self.count()
 
     def _from_answer(self) -> ReuseReport | None:
         try:
@@ -215,21 +296,23 @@ class _Turn:
         except ValueError:
             return None
         reason = self.headers.get("x-backhaul-reason")
-        usage = self._usage() or _Usage()
-        note = usage.backhaul or _Note()
+        told = self._told() or _Told()
+        usage = told.usage or _Usage()
+        said = usage.backhaul or _Note()
         return ReuseReport(
             conversation=self.conversation,
             turn=self.number,
+            model=told.model,
             route=route,
             reason=Reason(reason) if reason in tuple(Reason) else None,
             prompt=usage.prompt_tokens,
             generated=usage.completion_tokens,
-            offered=note.offered,
-            cached=note.cached,
-            computed=note.computed,
+            offered=said.offered,
+            cached=said.cached,
+            computed=said.computed,
         )
 
-    def _usage(self) -> _Usage | None:
+    def _told(self) -> _Told | None:
         """The answer's usage; in a stream the last event that has one, if it came that far."""
         events = [b"".join(self._parts)]
         if self._stream:
@@ -241,7 +324,7 @@ class _Turn:
             except msgspec.DecodeError:  # compressed on the way, or cut at the front: it says nothing
                 continue
             if told.usage is not None:
-                return told.usage
+                return told
         return None
 
 
@@ -259,14 +342,14 @@ class _SyncHook(_Hook):
         else:
             response.stream = body
 
-    async def delete(self, url: str, headers: dict[str, str]) -> int:
-        return await anyio.to_thread.run_sync(self._delete, url, headers)
+    async def ask(self, method: str, url: str, headers: dict[str, str]) -> Any:
+        return await anyio.to_thread.run_sync(self._ask, method, url, headers)
 
-    def _delete(self, url: str, headers: dict[str, str]) -> int:
+    def _ask(self, method: str, url: str, headers: dict[str, str]) -> Any:
         if not self.client.is_closed:
-            return int(self.client.delete(url, headers=headers, timeout=_END_LIMIT_S).status_code)
+            return self.client.request(method, url, headers=headers, timeout=_END_LIMIT_S)
         with self.module.Client(timeout=_END_LIMIT_S) as client:
-            return int(client.delete(url, headers=headers).status_code)
+            return client.request(method, url, headers=headers)
 
 
 class _SyncBody:
@@ -297,11 +380,14 @@ class _SyncBody:
         self._closed = True
         self._stream.close()
         turn = self._turn
+        if (question := turn.question) is None:
+            turn.count()
+            return
         if turn.hook.reports_refused:
             turn.make_do("does not show reports")
             return
         try:
-            answer = turn.hook.client.get(turn.question, headers=turn.router.credentials, timeout=FETCH_LIMIT_S)
+            answer = turn.hook.client.get(question, headers=turn.router.credentials, timeout=FETCH_LIMIT_S)
         except (turn.hook.module.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
             turn.make_do(f"could not be asked for a report ({error!r})")
         else:
@@ -327,12 +413,12 @@ class _AsyncHook(_Hook):
         else:
             response.stream = body
 
-    async def delete(self, url: str, headers: dict[str, str]) -> int:
+    async def ask(self, method: str, url: str, headers: dict[str, str]) -> Any:
         """From another event loop than its own the client's connections cannot be used."""
         if self._loop is asyncio.get_running_loop() and not self.client.is_closed:
-            return int((await self.client.delete(url, headers=headers, timeout=_END_LIMIT_S)).status_code)
+            return await self.client.request(method, url, headers=headers, timeout=_END_LIMIT_S)
         async with self.module.AsyncClient(timeout=_END_LIMIT_S) as client:
-            return int((await client.delete(url, headers=headers)).status_code)
+            return await client.request(method, url, headers=headers)
 
 
 class _AsyncBody:
@@ -366,12 +452,15 @@ class _AsyncBody:
 
     async def _report(self) -> None:
         turn = self._turn
+        if (question := turn.question) is None:
+            turn.count()
+            return
         if turn.hook.reports_refused:
             turn.make_do("does not show reports")
             return
         try:
             with anyio.fail_after(FETCH_LIMIT_S):
-                answer = await turn.hook.client.get(turn.question, headers=turn.router.credentials)
+                answer = await turn.hook.client.get(question, headers=turn.router.credentials)
         except (turn.hook.module.HTTPError, RuntimeError, TimeoutError) as error:  # RuntimeError: the client is closed
             turn.make_do(f"could not be asked for a report ({error!r})")
         else:

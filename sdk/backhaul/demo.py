@@ -12,9 +12,10 @@ from typing import Any
 from backhaul_connector.launch import Connector
 
 from ._client import AsyncOpenAI
-from ._conversation import Conversation, ReuseTotal
+from ._conversation import Conversation
 from ._demo_agent import Turn, converse
 from ._demo_screen import Screen
+from ._totals import ReuseTotal
 from .bench import clusters
 from .bench.clusters import Cluster
 from .bench.setups import DEMO

@@ -7,13 +7,18 @@ pytest.register_assert_rewrite("router_turns")
 WHOLE_PROGRAMS = (
     "test_bench",
     "test_bench_overhead",
+    "test_conversation_programs",
+    "test_conversations",
     "test_demo",
+    "test_framework_examples",
     "test_left_behind",
     "test_readme",
     "test_same_reports",
+    "test_same_script",
     "test_scale",
     "test_sdk_end_to_end",
     "test_sdk_example",
+    "test_sdk_passes_through",
     "test_sdk_remote",
     "test_server",
 )

@@ -292,7 +292,15 @@ def test_without_reports_the_answer_itself_has_to_do(
                 answer: Any = client.chat.completions.create(**ASK, stream=stream)
                 list(answer)
     expected = ReuseReport(
-        conversation="c1", turn=3, route=Route.LOCAL, prompt=70, generated=9, offered=96, cached=64, computed=6
+        conversation="c1",
+        turn=3,
+        model="m",
+        route=Route.LOCAL,
+        prompt=70,
+        generated=9,
+        offered=96,
+        cached=64,
+        computed=6,
     )
     assert chat.reuse.turns == [expected] * 2
     assert len(caplog.records) == 1

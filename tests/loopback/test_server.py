@@ -207,7 +207,9 @@ async def test_a_conversation_is_on_record_until_it_is_ended_and_then_nothing_is
         await http.post(CHAT, json=body(pair))
 
         listed = (await http.get(ON_RECORD)).json()["conversations"]
-        assert [(one["id"], one["total"]["turns"]) for one in listed] == [("other", 1), (name, 2)]
+        unnamed = listed[0]["id"]
+        assert unnamed.startswith("anon-")
+        assert [(one["id"], one["total"]["turns"]) for one in listed] == [(unnamed, 1), ("other", 1), (name, 2)]
         shown = (await http.get(where)).json()
         assert shown["total"]["turns"] == 2
         assert [report["turn"] for report in shown["reports"]] == [1, 2]
@@ -217,7 +219,7 @@ async def test_a_conversation_is_on_record_until_it_is_ended_and_then_nothing_is
         assert "remote_block_ids" not in json.dumps(shown)
 
         assert pair.decode.pinned_blocks > 0
-        for each in (where, f"{ON_RECORD}/other"):
+        for each in (where, f"{ON_RECORD}/other", f"{ON_RECORD}/{unnamed}"):
             ended = await http.delete(each)
             assert (ended.status_code, ended.content) == (204, b"")
         await freed(pair)

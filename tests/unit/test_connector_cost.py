@@ -1,90 +1,43 @@
-"""What proving a long prompt costs the schedulers of both engines, and the wire. `python tests/unit/test_connector_cost.py`
-prints the numbers that docs/connector.md has."""
+"""What proving a long prompt costs the schedulers of both engines, and the wire: `backhaul bench digests`."""
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable
+import json
+import os
+from pathlib import Path
 
 import pytest
-from backhaul_connector import locators
-from backhaul_connector.handles import read_handle, read_offer
-from backhaul_connector.lease_table import Grant, LeaseTable
+from backhaul.bench import digests, idle
+from backhaul_router import cli
 
-TOKENS = 131_072
-BLOCK = 16
-BLOCKS = TOKENS // BLOCK
-HASHES = [hashlib.sha256(i.to_bytes(4)).digest() for i in range(BLOCKS)]
-IDS = list(range(BLOCKS))
 LIMIT_MS = 2.0
 
 
-def best_ms(run: Callable[[], object], times: int = 7) -> float:
-    """The shortest of a few runs: what the work takes, whatever else the machine does."""
-    taken = []
-    for _ in range(times):
-        began = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - began)
-    return min(taken) * 1e3
-
-
-def publish() -> str:
-    """D: what a finished turn adds to the scheduler's step."""
-    table = LeaseTable("D", 10 * BLOCKS)
-    kept = list(locators.whole_blocks(HASHES, 1, BLOCKS))
-    table.add("lease", kept, [IDS], IDS, block_size=BLOCK, ttl_s=480.0, shared=True)
-    return locators.publish(kept)
-
-
-PUBLISHED = locators.publish(HASHES)
-PARAMS = {
-    "remote_block_ids": [IDS],
-    "remote_engine_id": "D",
-    "remote_request_id": "lease",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "remote_num_tokens": TOKENS,
-    "backhaul": {"version": 1, "digests": PUBLISHED, "block_size": BLOCK, "epoch": "e", "lease": {"port": 1}},
-}
-
-
-def locate() -> int:
-    """P: what admitting a prompt with a handle adds."""
-    assert read_handle(PARAMS) is not None
-    assert not isinstance(read_offer(PARAMS), str)
-    packed = locators.read(PUBLISHED)
-    assert packed is not None
-    return locators.common(packed, locators.whole_blocks(HASHES, 1, BLOCKS))
-
-
-def claim_and_release() -> None:
-    """D's lease channel, and the end of a lease."""
-    TABLE.add("x", HASHES, [IDS], IDS, block_size=BLOCK, ttl_s=480.0, shared=True)
-    answer = TABLE.claim(
-        "x", engine_id="D", epoch=TABLE.epoch, blocks=BLOCKS, last_hash=HASHES[-1], claim="c", hold_s=30.0
-    )
-    assert isinstance(answer, Grant)
-    TABLE.done("x", "c", read=True)
-    TABLE.release(["x"])
-
-
-TABLE = LeaseTable("D", 10 * BLOCKS)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [publish, locate], ids=["publishing", "locating"])
-def test_a_prompt_of_128k_tokens_costs_a_scheduler_less_than_two_milliseconds(run: Callable[[], object]) -> None:
-    assert best_ms(run, 15) < LIMIT_MS
+def test_a_prompt_of_128k_tokens_costs_a_scheduler_less_than_two_milliseconds() -> None:
+    """The fastest of many, and again where the machine was busy all the time."""
+    tries = [digests.measure(digests.Options())]
+    while len(tries) < 5 and max(tries[-1].publish_ms, tries[-1].locate_ms) >= LIMIT_MS:
+        tries.append(digests.measure(digests.Options()))
+    assert min(max(costs.publish_ms, costs.locate_ms) for costs in tries) < LIMIT_MS, tries
 
 
-def test_all_of_a_prompt_is_found_and_takes_a_third_of_a_byte_per_token() -> None:
-    assert locate() == BLOCKS
-    assert len(PUBLISHED) / TOKENS < 0.34
+def test_the_command_prints_its_costs_and_what_is_on_the_wire(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "costs.json"
+    assert cli.main(["bench", "digests", "--repeats", "1", "--json", str(written)]) == 0
+    costs = json.loads(written.read_text())
+    assert (costs["tokens"], costs["block_size"]) == (131_072, 16)
+    assert 1 / 3 < costs["bytes_per_token"] < 0.35
+    assert f"{costs['publish_ms']:.2f} ms a turn" in capsys.readouterr().out
 
 
-if __name__ == "__main__":
-    print(f"{TOKENS} tokens in blocks of {BLOCK}: {len(PUBLISHED) / TOKENS:.3f} bytes per token")
-    for name, run in (("publish", publish), ("locate", locate), ("claim and release", claim_and_release)):
-        print(f"{name}: {best_ms(run, 30):.2f} ms")
+def test_fewer_tokens_than_a_block_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "digests", "--tokens", "8"]) == 2
+    assert "at least one block of 16" in capsys.readouterr().err
+
+
+def test_processor_time_is_summed_by_process_name_and_processes_that_are_gone_are_left_out() -> None:
+    (spent,) = idle._cpu_s([os.getpid(), 2**22 + 1]).values()
+    assert spent > 0

@@ -104,6 +104,61 @@ async def test_a_conversation_around_a_yield_can_be_left_in_another_context() ->
     assert await asyncio.create_task(anext(generator, None)) is None
 
 
+# Its family
+
+
+def test_a_conversation_inside_another_is_its_child_unless_told_otherwise() -> None:
+    with backhaul.conversation("outer") as outer:
+        inner = backhaul.conversation("inner")
+        alone = backhaul.conversation("alone", parent=False)
+        other = backhaul.conversation("other", parent=inner)
+        elsewhere = backhaul.conversation(parent="ticket-17")
+    assert (inner.parent, inner.parent_id, outer.children) == (outer, "outer", (inner,))
+    assert (alone.parent, alone.parent_id) == (None, None)
+    assert (other.parent, inner.children) == (inner, (other,))
+    assert (elsewhere.parent, elsewhere.parent_id) == (None, "ticket-17")
+    assert backhaul.conversation().parent is None
+
+
+def test_one_that_is_begun_anew_inside_itself_has_no_parent() -> None:
+    with backhaul.conversation("c") as chat:
+        again = backhaul.conversation("c")
+    assert (again.parent, again.parent_id, chat.children) == (None, None, ())
+
+
+def test_a_parents_id_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 to 256 printable ASCII"):
+        backhaul.conversation(parent="ligne\n")
+
+
+def test_a_fork_is_a_child_with_an_id_of_its_own() -> None:
+    chat = backhaul.conversation("c", keep_alive=False)
+    one, two = chat.fork(), chat.fork("mine")
+    assert (one.parent, two.id, chat.children) == (chat, "mine", (one, two))
+    assert len({chat.id, one.id, two.id}) == 3
+    assert one.keep_alive is False
+    with one:
+        assert current_id() == one.id
+
+
+def test_the_router_is_told_of_the_parent(client: httpx2.Client, router: FakeRouter) -> None:
+    with backhaul.conversation("outer"), backhaul.conversation("inner"):
+        client.get(URL)
+    assert [scope.parent_of(request.scope) for request in router.requests] == ["outer"]
+
+
+def test_a_total_can_take_children_in() -> None:
+    chat = backhaul.conversation("c")
+    child = chat.fork()
+    grandchild = child.fork()
+    for one, tokens in ((chat, 100), (child, 20), (grandchild, 3)):
+        one.record(report(one.id, prompt=tokens, model="m"))
+    assert chat.reuse.total.prompt == 100
+    assert chat.reuse.total_with_children.prompt == 123
+    assert child.reuse.total_with_children.turns == 2
+    assert chat.reuse.total_with_children.by_model["m"].turns == 3
+
+
 # Its reports
 
 
@@ -148,6 +203,39 @@ def test_reports_may_come_from_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert chat.reuse.total.turns == 800
+
+
+def test_totals_are_kept_by_model() -> None:
+    chat = backhaul.conversation("c")
+    for model in ("a", "b", "a", None):
+        chat.record(report("c", model=model, prompt=10))
+    by_model = chat.reuse.total.by_model
+    assert {model: total.prompt for model, total in by_model.items()} == {"a": 20, "b": 10, "": 10}
+    assert by_model["a"].by_model == {}
+
+
+def test_turns_are_told_in_order_and_after_they_are_on_record() -> None:
+    heard: list[tuple[int, int]] = []
+    chat = backhaul.conversation("c", on_turn=lambda turn: heard.append((turn.turn, chat.reuse.total.turns)))
+    for number in (1, 2):
+        chat.record(report("c", turn=number))
+    assert heard == [(1, 1), (2, 2)]
+
+
+def test_what_is_no_function_cannot_listen() -> None:
+    with pytest.raises(TypeError, match="on_turn: 17 is not a function"):
+        backhaul.on_turn(17)  # type: ignore[arg-type]
+
+
+def test_a_listener_can_be_removed_and_removed_again() -> None:
+    heard: list[backhaul.Collapse] = []
+    remove, again = backhaul.on_collapse(heard.append), backhaul.on_collapse(heard.append)
+    remove()
+    remove()
+    chat = backhaul.conversation("c")
+    chat.record(report("c", turn=2, on_record=5000, reason=Reason.EXPIRED))
+    again()
+    assert len(heard) == 1
 
 
 # What it releases
@@ -242,3 +330,37 @@ async def test_a_turn_that_outlives_the_scope_is_released_when_it_ends(
     await answer.aread()
     assert chat.reuse.total.turns == 1
     assert await asyncio.to_thread(router.endings.get, timeout=WAIT_S) == "c1"
+
+
+def test_a_closed_generator_ends_it(client: httpx2.Client, router: FakeRouter) -> None:
+    def agent() -> Iterator[int]:
+        with backhaul.conversation("c1"):
+            client.get(URL)
+            yield 1
+
+    steps = agent()
+    next(steps)
+    steps.close()
+    assert router.ended == ["c1"]
+    assert current_id() is None
+
+
+async def test_a_closed_async_generator_ends_it(async_client: httpx2.AsyncClient, router: FakeRouter) -> None:
+    async def agent() -> AsyncIterator[int]:
+        async with backhaul.conversation("c1"):
+            await async_client.get(URL)
+            yield 1
+
+    steps = agent()
+    await anext(steps)
+    await steps.aclose()  # type: ignore[attr-defined]
+    assert router.ended == ["c1"]
+
+
+def test_what_is_left_by_return_is_ended(client: httpx2.Client, router: FakeRouter) -> None:
+    def agent() -> str:
+        with backhaul.conversation("c1"):
+            client.get(URL)
+            return "done"
+
+    assert (agent(), router.ended) == ("done", ["c1"])

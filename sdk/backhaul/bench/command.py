@@ -77,6 +77,8 @@ class OverheadOptions:
     body_bytes: tuple[int, ...] = (2_000, 200_000)
     concurrency: tuple[int, ...] = (1, 32)
     turns: int = 200
+    connector: str = "backhaul"
+    """`backhaul` or `stock`."""
     json: Path | None = None
 
     def cases(self) -> list[overhead.Case]:
@@ -94,16 +96,17 @@ def measure_overhead(options: OverheadOptions) -> int:
     cases = options.cases()
     try:
         with clusters.termination_interrupts():
-            rows = asyncio.run(overhead.measure(cases, _say))
+            ours = options.connector == "backhaul"
+            rows = asyncio.run(overhead.measure(cases, _say, ours=ours))
     except KeyboardInterrupt:
         _say("stopped")
         return clusters.INTERRUPTED
     out = table.console()
-    out.print(overhead_table.table(rows))
+    out.print(overhead_table.table(rows, options.connector))
     for line in overhead_table.notes(rows):
         out.print(line)
     if options.json is not None:
-        options.json.write_text(json.dumps(overhead_table.to_dict(rows), indent=1) + "\n")
+        options.json.write_text(json.dumps(overhead_table.to_dict(rows, options.connector), indent=1) + "\n")
     return 0
 
 

@@ -1,10 +1,10 @@
 """`backhaul bench overhead`: what the router adds to a turn, embedded and served, over the engine calls that it makes.
 
-Each measured turn is the second of a conversation and runs `warm`: a render, a prefill and a decode request. `direct` sends the
-very same three bodies with the HTTP library that the router uses, one after the other, and does nothing else. The variants
-take turns, in changing order, on the same loopback engines, which cost nothing and are processes of their own. The served
-router is a process as well; the embedded one runs in this process, as `direct` does. `aiohttp` is `direct` with that library,
-which is what somebody would write by hand.
+Each measured turn is the second of a conversation and runs `warm`: on engines of ours a prefill and a decode request, on stock
+ones a render request before. `direct` sends the same bodies with the HTTP client that the router uses, one after the other, and
+does nothing else; `aiohttp` does so with that library, which is what somebody would write by hand. The variants take turns, in
+changing order, on the same loopback engines, which cost nothing and are processes of their own. The served router is a
+process as well; the others run in this process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ import msgspec
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineFailure
+from backhaul_router.extension import LeaseOperation
 from backhaul_router.http_client import HttpClient
 from backhaul_router.report import Route
 from backhaul_router.router import Request, Router
@@ -98,13 +100,22 @@ def cases(sizes: Sequence[int], concurrencies: Sequence[int], turns: int) -> lis
     ]
 
 
-async def measure(wanted: Sequence[Case], progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+async def measure(
+    wanted: Sequence[Case], progress: Callable[[str], None] = lambda _: None, *, ours: bool = True
+) -> list[Row]:
     """Runs the cases. Raises `NotWarm` or `OSError` when a program does not start or fails."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
-        size = ("--max-model-len", str(MAX_MODEL_LEN), "--num-blocks", str(MAX_MODEL_LEN // BLOCK * 4))
+        engine = (
+            "--connector",
+            "backhaul" if ours else "stock",
+            "--max-model-len",
+            str(MAX_MODEL_LEN),
+            "--num-blocks",
+            str(MAX_MODEL_LEN // BLOCK * 4),
+        )
         prefill, decode = [
-            await stack.enter_async_context(program("backhaul_connector.loopback", "--role", role, *size))
+            await stack.enter_async_context(program("backhaul_connector.loopback", "--role", role, *engine))
             for role in ("prefill", "decode")
         ]
         at = ("--prefill", prefill.url, "--decode", decode.url, "--route", "warm", "--port", "0")
@@ -117,11 +128,12 @@ async def measure(wanted: Sequence[Case], progress: Callable[[str], None] = lamb
         http = HttpClient()
         stack.push_async_callback(http.aclose)
         router = Router(RouterConfig(prefill=(prefill.url,), decode=(decode.url,), route=Route.WARM))
+        urls = (prefill.url, decode.url)
         stack.push_async_callback(router.aclose)
-        direct = _Direct(http, prefill.url, decode.url)
+        direct = _Direct(http, *urls, ours=ours)
         variants: dict[str, _Variant] = {
             "direct": direct,
-            "aiohttp": _ByAiohttp(aio, http, prefill.url, decode.url),
+            "aiohttp": _ByAiohttp(aio, http, *urls, ours=ours),
             "embedded": _Embedded(router),
             "served": _Served(http, aio, server.url.removesuffix("/v1"), server.pid),
         }
@@ -268,6 +280,7 @@ class _Answer(msgspec.Struct):
 
 _params_of = msgspec.json.Decoder(_Answer).decode
 _PLACEHOLDER = b'{"_":0}'
+_OURS = re.compile(rb'"backhaul": ?{')
 
 
 class _Direct:
@@ -275,8 +288,9 @@ class _Direct:
 
     pid = os.getpid()
 
-    def __init__(self, http: HttpClient, prefill: str, decode: str) -> None:
+    def __init__(self, http: HttpClient, prefill: str, decode: str, *, ours: bool) -> None:
         self.http = http
+        self.ours = ours
         self.prefill = prefill
         self.decode = decode
 
@@ -301,6 +315,10 @@ class _Direct:
         first = _body(messages[:-2], stream=case.stream)
         return _Workload(first, second, len(rendered), rendered, len(ran) // BLOCK)
 
+    def handed_on(self, handle: bytes) -> bytes:
+        """P's handle for D. One of ours keeps something for the next turn when it is asked to."""
+        return _OURS.sub(rb'\g<0>"retain": true, ', handle, count=1) if self.ours else handle
+
     async def post(self, engine: str, path: str, body: bytes) -> bytes:
         answer = await _post(self.http, engine + path, body, _JSON)
         if answer.status != 200:
@@ -309,16 +327,18 @@ class _Direct:
 
     async def begin(self, work: _Workload) -> _DirectTurn:
         facts = wire.read_request(_PATH, work.first)
-        prefilled = bytes(
-            _params_of(await self.post(self.prefill, _PATH, wire.prefill_body(facts, None, None))).kv_transfer_params
-        )
-        left = _left(await self.post(self.decode, _PATH, wire.decode_body(facts, None, prefilled, ids_back=True)))
+        answer = await self.post(self.prefill, _PATH, wire.prefill_body(facts, None, None))
+        prefilled = self.handed_on(bytes(_params_of(answer).kv_transfer_params))
+        body = wire.decode_body(facts, None, prefilled, ids_back=not self.ours)
+        left = _left(await self.post(self.decode, _PATH, body))
         return _DirectTurn(self, work, left)
 
 
 class _ByAiohttp(_Direct):
-    def __init__(self, session: aiohttp.ClientSession, http: HttpClient, prefill: str, decode: str) -> None:
-        super().__init__(http, prefill, decode)
+    def __init__(
+        self, session: aiohttp.ClientSession, http: HttpClient, prefill: str, decode: str, *, ours: bool
+    ) -> None:
+        super().__init__(http, prefill, decode, ours=ours)
         self._session = session
 
     async def post(self, engine: str, path: str, body: bytes) -> bytes:
@@ -332,24 +352,27 @@ class _ByAiohttp(_Direct):
 class _DirectTurn:
     def __init__(self, direct: _Direct, work: _Workload, left: wire.Handle) -> None:
         self._direct = direct
-        facts, ids = work.facts, work.token_ids
+        facts, ids = work.facts, None if direct.ours else work.token_ids
         self._render = wire.render_body(facts)
-        self._prefill = wire.prefill_body(facts, ids, wire.cut_handle(left, work.history_blocks, BLOCK))
-        decode = wire.decode_body(facts, ids, _PLACEHOLDER, ids_back=True)
+        read = wire.whole_handle(left) if direct.ours else wire.cut_handle(left, work.history_blocks, BLOCK)
+        self._prefill = wire.prefill_body(facts, ids, read)
+        decode = wire.decode_body(facts, ids, _PLACEHOLDER, ids_back=not direct.ours)
         self._decode = decode.split(_PLACEHOLDER[1:-1])
         self._answer = b""
 
     async def run(self) -> None:
         direct = self._direct
-        await direct.post(direct.prefill, f"{_PATH}/render", self._render)
+        if not direct.ours:
+            await direct.post(direct.prefill, f"{_PATH}/render", self._render)
         answer = await direct.post(direct.prefill, _PATH, self._prefill)
-        handle = bytes(_params_of(answer).kv_transfer_params)
+        handle = direct.handed_on(bytes(_params_of(answer).kv_transfer_params))
         self._answer = await direct.post(direct.decode, _PATH, handle[1:-1].join(self._decode))
 
     async def end(self) -> None:
-        url = f"{self._direct.prefill}{wire.Endpoint.COMPLETIONS}"
-        body = wire.release_body(_left(self._answer).params)
-        await _post(self._direct.http, url, body, _JSON)
+        direct, left = self._direct, _left(self._answer)
+        engine = direct.decode if direct.ours else direct.prefill
+        body = LeaseOperation(release=[left.request_id]).body(MODEL) if direct.ours else wire.release_body(left.params)
+        await _post(direct.http, f"{engine}{wire.Endpoint.COMPLETIONS}", body, _JSON)
 
 
 def _left(answer: bytes) -> wire.Handle:

@@ -16,10 +16,12 @@ LIMIT_MS = 1.0
 """What the embedded router may add to the median turn of 2 kB, one at a time."""
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row], connector: str) -> Table:
     """A line a case."""
+    calls = "two" if connector == "backhaul" else "three"
     made = Table(
-        title="What the router adds to a warm turn, in ms\nover the three engine calls that it makes, on loopback engines",
+        title="What the router adds to a warm turn, in ms\n"
+        f"over the {calls} engine calls that it makes, on loopback engines, {connector} connector",
         caption="direct: by hand, with the router's HTTP client; aiohttp: by hand, with that library\n"
         "CPU per turn: direct, aiohttp and embedded are this process, served is the router's, and so is RSS (MB)",
         box=None,
@@ -72,10 +74,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def to_dict(rows: Sequence[Row]) -> dict[str, Any]:
+def to_dict(rows: Sequence[Row], connector: str) -> dict[str, Any]:
     """For the JSON file."""
     return {
-        "engines": {"kind": "loopback", "costs": None},
+        "engines": {"kind": "loopback", "costs": None, "connector": connector},
         "cores": os.cpu_count(),
         "rows": [asdict(row) for row in rows],
     }
