@@ -27,6 +27,8 @@ from served import freed, serving
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md"]
+RUN_ELSEWHERE = {"conversations.md", "integrations.md", "langchain.md"}
+"""Pages whose programs have tests of their own."""
 LIMIT_S = 120.0
 
 
@@ -168,7 +170,7 @@ def told_to(program: str, **urls: str) -> str:
     return program
 
 
-@pytest.mark.parametrize("block", list(blocks("python")), ids=str)
+@pytest.mark.parametrize("block", [b for b in blocks("python") if b.page.name not in RUN_ELSEWHERE], ids=str)
 async def test_programs_run_as_they_stand(block: Snippet) -> None:
     """But for the engines' ports."""
     async with loopback_pair(model="smollm2") as pair:
