@@ -461,10 +461,9 @@ class MemoryLedger:
 
 
 def _is_anothers(common: int, branch: Branch) -> bool:
-    """Whether a turn is rather another agent's than an edit of the branch: it shares less than half of a history that is
-    longer than an opening."""
-    messages = digests.count(branch.chain)
-    return messages > _OPENING and 2 * common < messages
+    """Whether a turn is rather another agent's than an edit of the branch: all that it shares with a history beyond its opening
+    is the first message, such as a system prompt."""
+    return digests.count(branch.chain) > _OPENING and common <= 1
 
 
 def _is_fork(branch: Branch, common: int) -> bool:

@@ -87,12 +87,12 @@ class Request:
     body: bytes = b""
     scope: ConversationScope | None = None
     """The conversation that the calling code is in; explicit ids in the request go before it."""
-    framework: Identity | None = None
-    """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
     route: Route | None = None
     """Overrides the configured route for this turn."""
     hints: Hints = NO_HINTS
     """Those of the calling code; the request's own headers go before them."""
+    framework: Identity | None = None
+    """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
 
 
 class Reply(Protocol):
