@@ -34,6 +34,8 @@ from .wire import Handle, process_of
 _numbers = itertools.count(1)
 _UNOPENED = 0
 """Generation of a conversation that a turn is the first to file."""
+_INSTRUCTIONS = 1
+"""Messages that agents of one kind have in common: a system prompt."""
 _OPENING = 2
 """Messages of a history's first turn: a system prompt and a question."""
 
@@ -133,6 +135,12 @@ class Taken:
         if self.branch is None or self.forked_from is not None:
             return False
         return self.common >= digests.count(self.branch.chain)
+
+    @property
+    def supersedes(self) -> bool:
+        """Whether the branch is of no more use once the turn has left its own: it was continued, repeated, or edited behind
+        its first message. What shares no more than that, such as a system prompt, may be another agent's."""
+        return self.extends or (self.forked_from is None and self.common > _INSTRUCTIONS)
 
     @property
     def diverged_at(self) -> int | None:
@@ -260,8 +268,8 @@ class MemoryLedger:
         """Files what a turn left. Returns the handles to release: those that this one supersedes or pushes out, and its
         own when the conversation has ended meanwhile.
 
-        A history that extends or repeats a branch replaces it; any other stands beside it, and the least recently used one
-        makes room."""
+        A history that extends, repeats or edits a branch replaces it; one that shares no more than the first message stands
+        beside it, and the least recently used one makes room."""
         with self._lock:
             done = taken.held if taken.held is not None and taken.held.shared else None
             conversation = self._conversations.get(key)
@@ -277,7 +285,7 @@ class MemoryLedger:
                 branch = dataclasses.replace(branch, held=None, missing=Reason.NO_HANDLE)
             replaced: list[Branch] = []
             index = self._index(conversation, taken.branch)
-            if index is not None and taken.extends:
+            if index is not None and taken.supersedes:
                 replaced.append(conversation.branches.pop(index))
             conversation.branches.append(branch)
             if branch.held is not None:
@@ -462,8 +470,8 @@ class MemoryLedger:
 
 def _is_anothers(common: int, branch: Branch) -> bool:
     """Whether a turn is rather another agent's than an edit of the branch: all that it shares with a history beyond its opening
-    is the first message, such as a system prompt."""
-    return digests.count(branch.chain) > _OPENING and common <= 1
+    is its first message."""
+    return digests.count(branch.chain) > _OPENING and common <= _INSTRUCTIONS
 
 
 def _is_fork(branch: Branch, common: int) -> bool:

@@ -448,7 +448,7 @@ class Turn:
         elif self.void is not None:
             actions += self.unfinished()
         elif self.spare is not None and not self.spare.shared:  # the ledger knows when a shared one has no more takers
-            actions += self.release_held(self.spare) if self.taken.extends else (GiveBack(self.key, self.taken),)
+            actions += self.release_held(self.spare) if self.taken.supersedes else (GiveBack(self.key, self.taken),)
         self.spare = None
         self.draft["handle_remaining_s"] = held.deadline - now if held else None
         earlier = self.taken.branch.prefill if self.taken.branch else None
@@ -502,7 +502,7 @@ class Turn:
         if branch is None or spare is None:
             return None
         if spare.shared:
-            usable = self.taken.extends and self.void is None and self.failure is None
+            usable = self.taken.supersedes and self.void is None and self.failure is None
             return spare if usable and spare.decode == placement.decode.url else None
         if placement.route is not Route.LOCAL or self.token_ids is None or branch.block_size != self.prompt.block_size:
             return None

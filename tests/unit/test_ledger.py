@@ -178,13 +178,20 @@ def test_a_handle_that_reading_uses_up_is_left_to_its_branch_by_another_agent() 
     assert take(ledger, b"s", b"x", b"answer", b"tool", b"more").held == left
 
 
-def test_an_edit_late_in_a_history_takes_the_handle_along() -> None:
+def test_an_edit_behind_the_first_message_replaces_the_branch_whose_lease_is_released() -> None:
+    ledger = MemoryLedger()
+    settle(ledger, b"s", b"x", b"answer", b"question", handle=leased("1"))
+    assert names(settle(ledger, b"s", b"x", b"a summary", handle=leased("2"))) == ["1"]
+    assert names(ledger.handles()) == ["2"]
+
+
+def test_an_edit_behind_the_first_message_takes_the_handle_along() -> None:
     ledger, left = MemoryLedger(), held("1")
     settle(ledger, b"s", b"x", b"answer", b"question", handle=left)
     taken = take(ledger, b"s", b"x", b"answer", b"another")
     assert (taken.held, taken.extends, taken.diverged_at) == (left, False, 3)
     assert ledger.settle(KEY, taken, branch((b"s", b"x", b"answer", b"another"), held=held("2")), 0.0) == ()
-    assert take(ledger, b"s", b"x", b"answer", b"question").reason is Reason.IN_USE
+    assert names(ledger.handles()) == ["2"]
 
 
 def test_the_least_recently_used_branch_goes_where_there_are_too_many() -> None:
@@ -578,7 +585,7 @@ class Interleaving(RuleBasedStateMachine):
             assert dropped == (() if left is None else (left,))
             return
         conversation.seen = self.now
-        if turn.taken.branch is not None and turn.taken.extends:
+        if turn.taken.branch is not None and (turn.taken.extends or turn.taken.common > 1):
             conversation.branches = [b for b in conversation.branches if b[0] != turn.taken.branch.number]
         conversation.branches = [*conversation.branches, (new.number, turn.history)][-MAX_BRANCHES:]
 
