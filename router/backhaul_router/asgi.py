@@ -368,10 +368,18 @@ def _request(scope: Message, body: bytes, own: _OwnReport) -> Request:
     return Request(
         method=scope["method"],
         path=_raw_path(scope) + (f"?{query}" if query else ""),
-        headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
+        headers=[(name.decode("latin-1"), _text(value)) for name, value in scope["headers"]],
         body=body,
         scope=own,
     )
+
+
+def _text(value: bytes) -> str:
+    """A header's value as the clients write it: UTF-8, and whatever is no UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _raw_path(scope: Message) -> str:

@@ -113,11 +113,14 @@ class Chat(Api):
         return History(messages, messages, unproven=_media(contents))
 
     def for_usage(self, members: Members) -> Members:
-        options = decode_any(members.get("stream_options", NULL))
-        if not isinstance(options, dict | None):
+        try:
+            options = decode_any(members.get("stream_options", NULL))
+            if not isinstance(options, dict | None):
+                return {}
+            options = {**(options or {}), "include_usage": True, "continuous_usage_stats": False}
+            return {"stream_options": Raw(encode(options))}
+        except RecursionError:  # the engine is to say what it thinks of it
             return {}
-        options = {**(options or {}), "include_usage": True, "continuous_usage_stats": False}
-        return {"stream_options": Raw(encode(options))}
 
     def read_usage(self, raw: Raw) -> Usage:
         return _decode_usage(raw)

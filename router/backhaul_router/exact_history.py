@@ -9,11 +9,12 @@ tokens back, where it is certain which part of the prompt they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+_OWN_ENDS = frozenset({"stop", "tool_calls", "function_call"})
 _TAIL = 16
 """Tokens of the template that may follow the one which ends an answer."""
 
@@ -40,10 +41,15 @@ class _Message(msgspec.Struct):
     tool_calls: list[_Call] | None = None
     function_call: msgspec.Raw = msgspec.Raw(b"null")
     refusal: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class _Choice(msgspec.Struct):
     delta: _Message | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -52,6 +58,8 @@ class _Chunk(msgspec.Struct):
 
 class _Whole(msgspec.Struct):
     message: msgspec.Raw = msgspec.Raw(b"null")
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 _read_choices = msgspec.json.Decoder(list[_Whole]).decode
@@ -64,37 +72,54 @@ class Said(msgspec.Struct, frozen=True):
 
     text: str
     calls: tuple[tuple[str, Any], ...]
-    """Of each tool call the function's name and its arguments, as JSON values where they are valid JSON."""
+    """Of each tool call the function's name and its arguments, as JSON in one spelling where they are valid JSON."""
+    reasoning: str = ""
+
+    def repeats(self, answer: Said) -> bool:
+        """Whether this is that answer come back, with its reasoning or without."""
+        return (self.text, self.calls) == (answer.text, answer.calls) and self.reasoning in ("", answer.reasoning)
 
 
 def said(message: bytes) -> Said | None:
     """What a message in JSON says; `None` when it is not an assistant's, or holds what is not compared here."""
     try:
         read = _read_message(message)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
-    if read.role != "assistant" or read.refusal or bytes(read.function_call) != b"null":
+    if read.role != "assistant" or read.name or read.refusal or bytes(read.function_call) != b"null":
         return None
     text = _text(read.content)
     if text is None:
         return None
-    return Said(text.strip(), tuple(_call(call) for call in read.tool_calls or ()))
+    return Said(text.strip(), tuple(_call(call) for call in read.tool_calls or ()), _reasoning(read).strip())
 
 
-def said_in(answer: Mapping[str, msgspec.Raw]) -> Said | None:
-    """What an answer's only choice says."""
+def said_in(answer: Mapping[str, msgspec.Raw], stops: Collection[int] = ()) -> Said | None:
+    """What an answer's only choice says; `None` where something else than its own end ended it."""
     try:
         (choice,) = _read_choices(answer.get("choices", msgspec.Raw(b"[]")))
     except (msgspec.DecodeError, ValueError):
         return None
-    return said(bytes(choice.message))
+    return said(bytes(choice.message)) if _has_ended(choice, stops) else None
+
+
+def _has_ended(choice: _Choice | _Whole, stops: Collection[int]) -> bool:
+    """Not cut off by a limit, a stop string or a stop token of the client's: the last token is the model's own end."""
+    return (
+        choice.finish_reason in _OWN_ENDS
+        and not isinstance(choice.stop_reason, str)
+        and choice.stop_reason not in stops
+    )
 
 
 class Listening:
     """Puts an answer together from the events of its stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, stops: Collection[int] = ()) -> None:
+        self._stops = stops
+        self._ended = False
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: dict[int, tuple[list[str], list[str]]] = {}
         self._understood = True
 
@@ -106,6 +131,7 @@ class Listening:
             self._understood = False
             return
         for choice in chunk.choices:
+            self._ended = self._ended or _has_ended(choice, self._stops)
             if choice.delta is None:
                 continue
             text = _text(choice.delta.content)
@@ -113,6 +139,7 @@ class Listening:
                 self._understood = False
                 return
             self._texts.append(text)
+            self._reasoning.append(_reasoning(choice.delta))
             for call in choice.delta.tool_calls or ():
                 names, arguments = self._calls.setdefault(call.index or 0, ([], []))
                 if call.function is not None:
@@ -122,12 +149,13 @@ class Listening:
     @property
     def said(self) -> Said | None:
         """All of it; `None` when some of it could not be read."""
-        if not self._understood:
+        if not self._understood or not self._ended:
             return None
         calls = (self._calls[index] for index in sorted(self._calls))
         return Said(
             "".join(self._texts).strip(),
             tuple(("".join(names), _value("".join(arguments))) for names, arguments in calls),
+            "".join(self._reasoning).strip(),
         )
 
 
@@ -146,6 +174,10 @@ def splice(ran: Sequence[int], rendered: Sequence[int], closed: Sequence[int]) -
     return None
 
 
+def _reasoning(message: _Message) -> str:
+    return message.reasoning or message.reasoning_content or ""
+
+
 def _text(content: str | list[_Part] | None) -> str | None:
     if content is None or isinstance(content, str):
         return content or ""
@@ -161,6 +193,6 @@ def _call(call: _Call) -> tuple[str, Any]:
 
 def _value(arguments: str) -> Any:
     try:
-        return msgspec.json.decode(arguments) if arguments else {}
-    except msgspec.DecodeError:
+        return msgspec.json.encode(msgspec.json.decode(arguments or "{}"), order="sorted")
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return arguments

@@ -34,6 +34,11 @@ class Histories:
     def __contains__(self, key: Key) -> bool:
         return key in self._ends
 
+    @property
+    def oldest(self) -> Key | None:
+        """The conversation that was filed longest ago."""
+        return next(iter(self._ends), None)
+
     def put(self, key: Key, chains: Iterable[bytes]) -> Key | None:
         """Files a conversation with its histories as they are now; without any it is forgotten. Returns the conversation
         that makes room, if one has to: the one that was filed longest ago."""

@@ -154,7 +154,6 @@ class HttpClient:
                 _, connection = await loop.create_connection(
                     functools.partial(Connection, connections, target.address), host, port, **options
                 )
-                return connection
         except TimeoutError as error:
             if not limit.expired() and not error.args:
                 raise  # the call's own limit
@@ -173,6 +172,9 @@ class HttpClient:
                 "the TLS handshake failed" if isinstance(error, ConnectionResetError) and secure else "cannot connect"
             )
             raise _refused(target, f"{what} ({reason_of(error)})") from error
+        if connection.lost or not connection.usable:
+            raise _refused(target, "the connection closed before the request was sent")
+        return connection
 
     async def _pool(self, target: Target) -> _Pool:
         loop = asyncio.get_running_loop()

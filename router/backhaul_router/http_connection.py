@@ -282,13 +282,18 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         self.resume_writing()
 
+    def eof_received(self) -> None:
+        """The engine says nothing more. What it has not read of a request by now it will not read."""
+        if self._writing and not self._headed:
+            self._transport.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
         self._connections.gone(self)
         self._parser = None
         stream, self._stream = self._stream, None
         if stream is not None and stream.open:
-            if self._until_close and error is None:
+            if self._until_close and error is None and not self._connections.closed:
                 stream.complete()
             elif error is not None:
                 what = reason_of(error) if isinstance(error, OSError) else type(error).__name__
@@ -349,9 +354,12 @@ class Connections:
     def take(self, address: Address) -> Connection | None:
         """The connection that was used last."""
         idle = self._idle.get(address)
+        oldest = self.loop.time() - KEEPALIVE_S
         while idle:
-            if (connection := idle.pop()).usable:
+            connection = idle.pop()
+            if connection.usable and connection.idle_since > oldest:
                 return connection
+            connection.abort()  # the loop was busy for so long that nobody has closed it, or has noticed the engine's end
         return None
 
     def put_back(self, connection: Connection) -> None:

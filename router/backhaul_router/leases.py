@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -26,6 +27,8 @@ from .ledger import Held
 log = logging.getLogger("backhaul")
 
 _TIMEOUT_S = 5.0
+_AT_ONCE = 64
+"""Requests that release stock handles at a time: each needs a connection."""
 _RIDE_S = 0.1
 """For how long a superseded lease waits for a request that takes it along."""
 _RANK_HEADER = "x-data-parallel-rank"
@@ -57,6 +60,7 @@ class Leases:
         self._fleet = fleet
         self._spawn = spawn
         self.closed = False
+        self._at_once: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     # --- handles that nobody needs any more
 
@@ -119,9 +123,10 @@ class Leases:
     async def release(self, release: Release) -> None:
         """Frees a stock engine's blocks, by way of a second engine where the first one cannot."""
         another = self._fleet.pick(release.via.role, None, {release.via.url})
-        why = await self._release_via(release.via, release.params)
-        if why is not None and another is not None:
-            why = await self._release_via(another, release.params)
+        async with self._at_once.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
+            why = await self._release_via(release.via, release.params)
+            if why is not None and another is not None:
+                why = await self._release_via(another, release.params)
         self._fleet.count_release(failed=why is not None)
         if why is not None:
             log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", why)

@@ -103,6 +103,8 @@ class Branch:
     """Its conversation has no name of its own, and is found by what it says."""
     ran: array[int] = field(default_factory=lambda: array("I"))
     """All ids that D ran and made, where histories are kept exact."""
+    rendering: bytes = b""
+    """A digest of what else than its messages they were rendered with."""
     said: Said | None = None
     """What the answer says, which they end with."""
     number: int = field(default_factory=_numbers.__next__)
@@ -275,7 +277,11 @@ class MemoryLedger:
             conversation = self._conversations.get(key)
             evicted: tuple[Held, ...] = ()
             if conversation is None and branch.by_history and taken.generation == _UNOPENED:
-                conversation, evicted = self._open(key, now)
+                if len(self._conversations) >= self._max_conversations:
+                    if (oldest := self._histories.oldest) is None:  # named ones do not make room for it
+                        return self._free(_handles([branch])) + self._done(done)
+                    evicted = self._close(oldest)
+                conversation, _ = self._open(key, now)
                 conversation.turns = taken.turn
             elif conversation is None or conversation.generation != taken.generation:
                 return self._free(_handles([branch])) + self._done(done)

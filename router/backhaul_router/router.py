@@ -48,7 +48,7 @@ from .errors import ConfigError, error_event
 from .fleet import Engine, Fleet, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
-from .identity import Identity, IdentityError, identify, with_parent
+from .identity import HEADERS, Identity, IdentityError, identify, with_parent
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key, MemoryLedger
@@ -118,6 +118,13 @@ class WholeReply:
 
     async def aclose(self) -> None:
         pass
+
+
+def _refuse_two_ids(headers: Sequence[tuple[str, str]]) -> None:
+    """One header that says two things is two ids that disagree. Raises `IdentityError`."""
+    for wanted in HEADERS:
+        if len({value for name, value in headers if value and name.lower() == wanted}) > 1:
+            raise IdentityError(f"header:{wanted} is there twice, with two ids: name one conversation", wanted)
 
 
 def _error(path: str, status: int, message: str, *, code: str, param: str | None = None) -> WholeReply:
@@ -247,6 +254,7 @@ class Router:
             return await self._pass(request, headers)
         try:
             facts = wire.read_request(endpoint, request.body)
+            _refuse_two_ids(request.headers)
             identity = identify(
                 headers,
                 facts.ids,

@@ -11,6 +11,7 @@ from msgspec import Raw
 
 from . import wire
 from .api import usage_of
+from .errors import error_event
 from .exact_history import Listening, Said
 from .extension import Account
 from .members import NULL, Members
@@ -22,6 +23,7 @@ Told = Callable[[Account | None], None]
 """Told what an engine that runs our connector says it did, before `Note`."""
 
 _DONE: Final = b"data: [DONE]"
+_QUOTES_HANDLE: Final = "the engine failed (its message is not shown: it quotes a handle)"
 _FORBIDDEN: Final = re.compile("|".join(f'"{key}"' for key in sorted(wire.FORBIDDEN)).encode())
 _WATCHED: Final = re.compile("|".join(f'"{key}"' for key in ("usage", "error", *sorted(wire.FORBIDDEN))).encode())
 _NAME: Final = re.compile(rb"event: *([\w.]+)")
@@ -80,6 +82,8 @@ class StreamFilter:
             return event
         if "error" in members and "choices" not in members:
             self.error = data
+            if wire.quotes_handle(event):
+                return error_event(_QUOTES_HANDLE, type_="server_error", code="decode_failed")
         touched = False
         if wire.FORBIDDEN & members.keys():
             members = self._take_handle(members)
@@ -136,6 +140,10 @@ class NamedEvents(StreamFilter):
             if name in self.errors:
                 self.error = data_of(event) or b""
             passed = self._passed(event, name)
+            if name in self.errors and wire.quotes_handle(passed):
+                passed = self._facts.api.error_event(
+                    _QUOTES_HANDLE, type_="server_error", code="decode_failed", events=self.events
+                )
             if name in self.ends or name in self.errors:
                 self.last, self.finished = passed, True
             else:

@@ -76,6 +76,8 @@ Actions = tuple[Action, ...]
 _MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
 """Of a message, what does not become text of the prompt."""
 
+_ENDS_OTHERWISE = frozenset({"continue_final_message", "add_generation_prompt"})
+"""With these a prompt does not end where an answer begins."""
 ONE_SHOT_S = 60.0
 """For how long what a request without a conversation leaves is kept, unless another request continues it."""
 _VLLM_TTL_S = 480.0
@@ -224,15 +226,21 @@ class Turn:
     @property
     def keeps_exact(self) -> bool:
         """Whether the next prompt may continue the very tokens of this turn (`exact_histories`)."""
-        return self.config.exact_histories and self.facts.endpoint is wire.Endpoint.CHAT and self.reuses
+        plain = self.facts.endpoint is wire.Endpoint.CHAT and not self.facts.members.keys() & _ENDS_OTHERWISE
+        return self.config.exact_histories and plain and self.reuses
 
     def rewrites_answer(self, token_ids: tuple[int, ...]) -> bool:
         """Whether the request goes on from the last answer, which has become other tokens on the way."""
         branch, common = self.taken.branch, self.taken.common
         if not self.keeps_exact or branch is None or branch.said is None or not branch.ran:
             return False
+        if wire.rendering(self.facts) != branch.rendering:
+            return False
         messages = self.facts.messages
-        if common < digests.count(branch.chain) or len(messages) <= common or said(messages[common]) != branch.said:
+        if common < digests.count(branch.chain) or len(messages) <= common:
+            return False
+        sent = said(messages[common])
+        if sent is None or not sent.repeats(branch.said):
             return False
         return token_ids[: len(branch.ran)] != tuple(branch.ran)
 
@@ -469,6 +477,7 @@ class Turn:
             by_history=self.identity is not None and self.identity.by_history,
             ran=array("I", (*(self.token_ids or ()), *(generated or ()))) if exact else array("I"),
             said=self.said if exact else None,
+            rendering=wire.rendering(self.facts) if exact else b"",
         )
         return (*actions, Settle(self.key, self.taken, branch))
 
@@ -982,7 +991,7 @@ class Decoding:
                     turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
                     account=lambda account: turn.count_account(placement.decode, account),
-                    listening=Listening() if turn.keeps_exact else None,
+                    listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
@@ -1062,7 +1071,7 @@ class Collecting:
             turn.count_account(placement.decode, answer.params.account)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
-            turn.said = said_in(answer.members) if turn.keeps_exact else None
+            turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts, answer.members, note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"

@@ -11,6 +11,7 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
@@ -209,6 +210,22 @@ def _ids(members: Members) -> dict[str, object]:
 def render_body(facts: Facts) -> bytes:
     """What the engine's own renderer is asked: the client's request, sanitised."""
     return join(facts.members)
+
+
+def rendering(facts: Facts) -> bytes:
+    """A digest of what a template sees of a request besides its messages."""
+    left_out = _TOKENIZE_IRRELEVANT | {"messages", "tool_choice"}
+    given = {
+        key: value for key, value in sorted(facts.members.items()) if key not in left_out and bytes(value) != b"null"
+    }
+    without_tools = bytes(facts.members.get("tool_choice", NULL)) == b'"none"'  # --exclude-tools-when-tool-choice-none
+    return blake2b(join(given) + bytes([without_tools]), digest_size=16).digest()
+
+
+def stop_tokens(facts: Facts) -> tuple[int, ...]:
+    """Tokens that the client has end an answer."""
+    value = value_of(facts.members.get("stop_token_ids", NULL))
+    return tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
 
 
 def closed_body(facts: Facts, messages: int) -> bytes:

@@ -55,7 +55,9 @@ class Detector:
         if failed or not expected or report.cached is None or report.reason is Reason.REUSE_OFF:
             return None
         lost = expected - report.cached
-        if lost < self.floor or lost <= _TOLERANCE * expected:
+        # A prompt that is shorter than the record, as where an answer is made anew, cannot reuse more than all of itself.
+        missed = lost if report.prompt is None else min(lost, report.prompt - report.cached)
+        if missed < self.floor or lost <= _TOLERANCE * expected:
             self.current = None
             return None
         if self.current is not None:

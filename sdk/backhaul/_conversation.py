@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import anyio
 from backhaul_router import hints, portal
+from backhaul_router.errors import BackhaulError
 from backhaul_router.identity import MAX_ID_BYTES
 from backhaul_router.pauses import Paused
 from backhaul_router.report import ReuseReport
@@ -21,6 +23,8 @@ from ._collapse import COLLAPSE_FLOOR, Collapse, Detector
 from ._keepalive import keeper
 from ._listeners import Listeners
 from ._totals import ReuseTotal, Tally, collapse_listeners
+
+_log = logging.getLogger("backhaul")
 
 OnTurn = Callable[[ReuseReport], object]
 OnCollapse = Callable[[Collapse], object]
@@ -261,14 +265,27 @@ class Conversation:
         """Renews its leases for another `decoder_kv_blocks_ttl`; an open conversation's are renewed by themselves. Returns for
         how many seconds they can be used; `None` where there are none, or none that can be renewed, as on stock engines.
         Raises `BackhaulError` when an engine or a router did not do it."""
-        answers = [await router.renew(self.id) for router in list(self._routers.values())]
-        found = [remaining_s for remaining_s in answers if remaining_s is not None]
+        found: list[float] = []
+        failure: BackhaulError | RuntimeError | None = None
+        for router in list(self._routers.values()):
+            try:
+                remaining_s = await router.renew(self.id)
+            except (BackhaulError, RuntimeError) as error:  # the others' leases are to last all the same
+                failure = error
+            else:
+                found += [] if remaining_s is None else [remaining_s]
         self.renewals += bool(found)
+        if failure is not None:
+            if not found:
+                raise failure
+            self.failed_renewals += 1
+            _log.warning("some leases of %r could not be renewed: %s", self, failure)
         return None if self._ended else min(found, default=None)
 
-    def renewal_failed(self) -> None:
-        """Counts it; `keeper` logs why and tries again."""
+    def renewal_failed(self) -> bool:
+        """Counts it; `keeper` logs why. Returns whether to try again."""
         self.failed_renewals += 1
+        return not self._ended
 
     # --- its end
 

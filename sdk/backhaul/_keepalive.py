@@ -33,7 +33,8 @@ class Renewable(Protocol):
     async def renew(self) -> float | None:
         """Seconds until the first of its leases ends; `None` when there is none, or none that can be renewed."""
 
-    def renewal_failed(self) -> None: ...
+    def renewal_failed(self) -> bool:
+        """Returns whether to try again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,9 @@ class KeepAlive:
             async with asyncio.timeout(_RENEW_LIMIT_S):
                 remaining_s = await conversation.renew()
         except (BackhaulError, TimeoutError, RuntimeError) as error:  # RuntimeError: the router is closed
-            conversation.renewal_failed()
+            wanted = conversation.renewal_failed()
             left_s = watch.deadline - self._clock()
-            again = left_s > _TOO_LATE_S
+            again = wanted and left_s > _TOO_LATE_S
             _log.warning(
                 "the leases of %r could not be renewed, %s: %s",
                 conversation,

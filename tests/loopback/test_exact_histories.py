@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 from backhaul_router.report import Route
@@ -91,6 +92,43 @@ async def test_an_answer_that_comes_back_as_it_was_needs_nothing(connector: str)
         turn = await made.exact({"messages": [*FIRST, answer, *RESULT], "tools": [TOOL]})
     assert turn.reused.exact_history is None
     assert turn.reused.route is Route.WARM
+
+
+OTHER_TOOL = {"type": "function", "function": {"name": "go", "description": STORY, "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [TOOL, OTHER_TOOL]},
+        {"tools": [OTHER_TOOL]},
+        {"documents": [{"text": "Confidential."}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+    ],
+    ids=["a tool more", "another tool", "documents", "template options", "no generation prompt"],
+)
+async def test_what_else_a_template_sees_is_what_the_request_says(connector: str, change: dict[str, Any]) -> None:
+    async with engines(connector) as made:
+        answer = await first_turn(made, stream=False)
+        turn = await made.exact({"messages": [*FIRST, rewritten(answer), *RESULT], "tools": [TOOL], **change})
+    assert turn.reused.exact_history is None
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("limit", [{"max_tokens": 13}, {"stop": ["e"]}, {"stop_token_ids": [ord("a")]}])
+async def test_an_answer_that_was_cut_off_is_the_text_that_came_back(
+    connector: str, stream: bool, limit: dict[str, Any]
+) -> None:
+    async with engines(connector) as made:
+        first = await made.ask({"messages": FIRST, "stream": stream, **limit})
+        if stream:
+            text = "".join(c["delta"].get("content") or "" for event in first.events for c in event["choices"])
+        else:
+            text = first.message["content"]
+        history = [*FIRST, {"role": "assistant", "content": f"{text.strip()} "}, *RESULT]
+        turn = await made.exact({"messages": history, **limit})
+    assert turn.reused.exact_history is None
 
 
 def other_arguments(answer: Message) -> Message:

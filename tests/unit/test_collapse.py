@@ -149,3 +149,9 @@ def test_reports_made_from_answers_alone_are_held_against_the_turn_before() -> N
     assert found is not None
     assert (found.turn, found.expected, found.reason) == (3, 10_300 + 99, "expired")
     assert after(turn(4, prompt=900, cached=0, on_record=None)) is None
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(950, 944), (961, 960), (1035, 944)])
+def test_a_prompt_that_is_shorter_than_the_record_and_reused_is_none(prompt: int, cached: int) -> None:
+    """A long answer is made anew, left out, or sent back shortened."""
+    assert after(first(900), turn(2, prompt=prompt, cached=cached, on_record=1549)) is None

@@ -233,7 +233,7 @@ def test_a_listener_can_be_removed_and_removed_again() -> None:
     remove()
     remove()
     chat = backhaul.conversation("c")
-    chat.record(report("c", turn=2, on_record=5000, reason=Reason.EXPIRED))
+    chat.record(report("c", turn=2, on_record=5000, prompt=6000, reason=Reason.EXPIRED))
     again()
     assert len(heard) == 1
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -479,6 +480,59 @@ async def test_idle_connections_are_closed_from_this_side(client, monkeypatch):
         await client.call(post(base))
         async with asyncio.timeout(10):
             await noticed.wait()
+
+
+async def test_a_connection_that_was_idle_while_the_loop_stood_still_is_not_used(
+    client: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a tool of an agent blocks: neither the timer nor the engine's end of the stream was seen."""
+    monkeypatch.setattr(http_connection, "KEEPALIVE_S", 0.05)
+    connections = []
+
+    async def behave(peer: Peer) -> None:
+        connections.append(peer)
+        await answering(OK, OK)(peer)
+        await peer.gone()
+
+    async with engine(behave) as base:
+        await client.call(post(base))
+        time.sleep(0.1)  # noqa: ASYNC251
+        await client.call(post(base))
+    assert len(connections) == 2
+
+
+@pytest.mark.parametrize("rounds", range(1, 8))
+async def test_a_call_ends_when_the_client_is_closed_while_it_connects(rounds: int) -> None:
+    client = HttpClient()
+
+    async def behave(peer: Peer) -> None:
+        await peer.gone()
+
+    async with engine(behave) as base:
+        call = asyncio.create_task(client.call(post(base, timeout_s=30.0)))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        await client.aclose()
+        async with asyncio.timeout(10):
+            with pytest.raises((EngineFailure, RuntimeError)):
+                await call
+
+
+async def test_a_body_without_a_length_that_is_cut_by_closing_is_not_taken_for_the_whole() -> None:
+    client = HttpClient()
+    sent = asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\n\r\nhalf")
+        sent.set()
+        await peer.gone()
+
+    async with engine(behave) as base:
+        stream = await client.open(post(base))
+        assert await anext(stream) == b"half"
+        await client.aclose()
+        assert (await failure_of(anext(stream))).kind is FailureKind.BROKEN
 
 
 # Failures: each says whether the engine can have seen the request, where, and what happened

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
-from backhaul_router.exact_history import Listening, Said, said, splice
+from backhaul_router.exact_history import Listening, Said, said, said_in, splice
 
 END, NEWLINE, USER, ASSISTANT = 2, 10, 100, 101
 
@@ -24,7 +25,6 @@ def call(name: str, arguments: str, **more: Any) -> dict[str, Any]:
     [
         (message(content="Hi."), message(content=[{"type": "text", "text": "Hi."}])),
         (message(content="Hi.\n"), message(content="Hi.")),
-        (message(content="Hi.", reasoning="Let me think."), message(content="Hi.")),
         (
             message(content=None, tool_calls=[call("f", '{"a": 1}')]),
             message(content="", tool_calls=[call("f", '{"a":1}')]),
@@ -35,7 +35,7 @@ def call(name: str, arguments: str, **more: Any) -> dict[str, Any]:
         ),
         (message(tool_calls=[call("f", "")]), message(tool_calls=[call("f", "{}")])),
     ],
-    ids=["parts", "whitespace at the end", "reasoning left out", "no content", "arguments", "no arguments"],
+    ids=["parts", "whitespace at the end", "no content", "arguments", "no arguments"],
 )
 def test_the_same_answer_is_known_however_it_is_written(answer, history):
     assert said(answer) == said(history) is not None
@@ -51,10 +51,53 @@ def test_the_same_answer_is_known_however_it_is_written(answer, history):
         (message(tool_calls=[call("f", '{"a": 1}')]), message(tool_calls=[call("g", '{"a": 1}')])),
         (message(tool_calls=[call("f", '{"a": 1}')] * 2), message(tool_calls=[call("f", '{"a": 1}')])),
         (message(tool_calls=[call("f", '{"a": 1}')]), message(tool_calls=[call("f", '{"a": 1')])),
+        (message(tool_calls=[call("f", '{"a": 1}')]), message(tool_calls=[call("f", '{"a": 1.0}')])),
+        (message(tool_calls=[call("f", '{"a": 1}')]), message(tool_calls=[call("f", '{"a": true}')])),
     ],
 )
 def test_an_edited_answer_is_another(answer, history):
     assert said(answer) != said(history)
+
+
+def test_an_answer_may_come_back_without_its_reasoning_but_not_with_another() -> None:
+    answer = said(message(content="Hi.", reasoning="Let me think."))
+    assert answer is not None
+    for reasoning, same in ((None, True), ("Let me think.", True), ("I know.", False)):
+        back = said(message(content="Hi.", reasoning=reasoning))
+        assert back is not None
+        assert back.repeats(answer) is same
+
+
+def choice(finish: str, stop: int | str | None = None) -> dict[str, msgspec.Raw]:
+    whole = {"message": json.loads(message(content="Hi.")), "finish_reason": finish, "stop_reason": stop}
+    return {"choices": msgspec.Raw(json.dumps([whole]).encode())}
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "known"),
+    [
+        ("stop", None, True),
+        ("tool_calls", None, True),
+        ("stop", 7, True),
+        ("stop", 5, False),
+        ("stop", "\n", False),
+        ("length", None, False),
+    ],
+)
+def test_an_answer_that_something_else_than_its_own_end_ended_is_not_known(
+    finish: str, stop: int | str | None, known: bool
+) -> None:
+    assert (said_in(choice(finish, stop), stops=(5,)) is not None) is known
+    heard = Listening(stops=(5,))
+    heard.hear(json.dumps({"choices": [{"delta": {"content": "Hi."}}]}).encode())
+    assert heard.said is None
+    heard.hear(json.dumps({"choices": [{"delta": {}, "finish_reason": finish, "stop_reason": stop}]}).encode())
+    assert (heard.said is not None) is known
+
+
+def test_arguments_nested_too_deeply_are_compared_as_they_are() -> None:
+    deep = message(tool_calls=[call("f", "[" * 5000 + "]" * 5000)])
+    assert said(deep) == said(deep) is not None
 
 
 @pytest.mark.parametrize(
@@ -84,9 +127,15 @@ def test_a_stream_says_what_the_whole_answer_says():
         {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "g", "arguments": "{}"}}]},
     ):
         heard.hear(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+    heard.hear(b'{"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}')
     heard.hear(b'{"choices": [], "usage": {"prompt_tokens": 1}}')
     whole = message(content="One moment.", tool_calls=[call("f", '{"a": 1}'), call("g", "{}")])
-    assert heard.said == said(whole) == Said("One moment.", (("f", {"a": 1}), ("g", {})))
+    whole_said = said(whole)
+    assert heard.said is not None
+    assert heard.said.reasoning == "Let me think."
+    assert whole_said is not None
+    assert whole_said.repeats(heard.said)
+    assert whole_said == Said("One moment.", (("f", b'{"a":1}'), ("g", b"{}")))
 
 
 def test_a_stream_that_cannot_be_read_says_nothing():

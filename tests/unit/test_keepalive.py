@@ -40,6 +40,7 @@ class Chat:
     def __init__(self, time: Time, *answers: float | Exception | None) -> None:
         self.renewed_at: list[float] = []
         self.failures = 0
+        self.ended = False
         self._time, self._answers = time, list(answers)
 
     async def renew(self) -> float | None:
@@ -49,8 +50,9 @@ class Chat:
             raise answer
         return answer
 
-    def renewal_failed(self) -> None:
+    def renewal_failed(self) -> bool:
         self.failures += 1
+        return not self.ended
 
 
 @pytest.fixture
@@ -138,3 +140,11 @@ async def test_without_time_left_it_gives_up(time: Time, keeper: KeepAlive, capl
     assert 5 <= chat.failures <= 8
     assert time.timers == []
     assert "and end now: decode engine is away" in caplog.text
+
+
+async def test_one_that_ended_while_its_renewal_failed_is_not_watched_again(time: Time, keeper: KeepAlive) -> None:
+    chat = Chat(time, LeaseError("decode engine is away"))
+    chat.ended = True
+    keeper.watch(chat, 100.0)
+    await time.advance(90)
+    assert (chat.renewed_at, len(keeper), time.timers) == ([50.0], 0, [])
