@@ -109,5 +109,12 @@ def _engine_url(field: str, url: str) -> str:
         raise ConfigError(
             f"{field}=: {parts.hostname}: credentials, query and fragment do not belong in an engine's URL"
         )
-    base = url.rstrip("/")
-    return base.removesuffix("/v1")
+    try:
+        host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode()
+    except UnicodeError:
+        raise ConfigError(f"{field}=: {url!r} is not an engine's URL: no host can have such a name") from None
+    # In one spelling, which is that of messages too: they are searched for it before they are shown to clients elsewhere.
+    at = f"[{host}]" if ":" in host else host
+    if parts.port not in (None, 443 if parts.scheme == "https" else 80):
+        at += f":{parts.port}"
+    return f"{parts.scheme}://{at}{parts.path}".rstrip("/").removesuffix("/v1")

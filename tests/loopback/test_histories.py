@@ -144,3 +144,17 @@ async def test_many_agents_at_once_each_find_their_own() -> None:
 
         assert await asyncio.gather(*map(agent, range(6))) == [["1", "2", "3"]] * 6
         assert len({r.conversation for r in cluster.reports}) == 6
+
+
+@KINDS
+async def test_requests_without_a_name_push_out_no_conversation_with_one(engine: dict[str, Any]) -> None:
+    async with run_cluster(engine=engine, p=NO_CACHE, max_conversations=2) as cluster:
+        named = {}
+        for name in ("a", "b"):
+            messages = opening(f"I am {name}. {STORY}")
+            answer = await cluster.exact({"messages": messages}, conversation=name)
+            named[name] = [*messages, answer.message, user(f"Go on. {STORY}")]
+        for number in range(3):
+            await ask(cluster, opening(f"Nobody, {number}. {STORY}"))
+        reports = [(await cluster.exact({"messages": m}, conversation=name)).reused for name, m in named.items()]
+    assert [report.route for report in reports] == [Route.WARM, Route.WARM]

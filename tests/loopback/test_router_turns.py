@@ -313,3 +313,12 @@ async def test_several_engines_of_a_role_work_together() -> None:
                 answer = await cluster.exact({"messages": messages}, conversation=str(n))
                 messages += [answer.message, user("Go on. " + STORY)]
         assert [r.route for r in cluster.reports] == [*[Route.COLD] * 4, *[Route.WARM] * 8]
+
+
+async def test_one_header_with_two_ids_is_refused() -> None:
+    async with run_cluster() as cluster:
+        two = [("X-Conversation-ID", "first"), ("x-conversation-id", "second")]
+        answer = await cluster.ask({"messages": opening()}, conversation=None, headers=two)
+        same = await cluster.ask({"messages": opening()}, conversation=None, headers=[two[0], two[0]])
+    assert (answer.status, same.status) == (400, 200)
+    assert "is there twice, with two ids" in answer.json["error"]["message"]

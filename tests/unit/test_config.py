@@ -31,6 +31,9 @@ def test_two_lists_of_urls_will_do() -> None:
         ("https://host", "https://host"),
         ("http://[::1]:8100", "http://[::1]:8100"),
         ("http://host:1/engines/a", "http://host:1/engines/a"),
+        ("HTTP://LocalHost:80/", "http://localhost"),
+        ("https://host:443/A", "https://host/A"),
+        ("http://bücher.example:8100", "http://xn--bcher-kva.example:8100"),
     ],
 )
 def test_an_engines_url_is_its_base(url: str, kept: str) -> None:

@@ -222,6 +222,15 @@ def test_an_engines_error_event_is_noticed_and_passed_on() -> None:
     assert wire.error_message(watched.filter.error) == "out of memory"
 
 
+def test_an_error_event_that_quotes_a_handle_is_replaced() -> None:
+    watched = Watched()
+    quoting = event({"error": {"message": "load failed: {'remote_host': '10.0.0.5', 'remote_block_ids': [[7, 8]]}"}})
+    shown = watched.feed(quoting)
+    assert b"10.0.0.5" not in shown
+    assert b"it quotes a handle" in shown
+    assert watched.filter.error is not None
+
+
 def test_a_choice_that_speaks_of_an_error_is_none() -> None:
     watched = Watched()
     watched.feed(event(chunk("a", error=None)))
