@@ -44,12 +44,15 @@ async def no_task_left_running() -> AsyncIterator[None]:
 
 USES_OPENAI = re.compile(r"^(?:from|import) (?:openai|backhaul)(?: |$)", re.MULTILINE)
 RUNS_PROGRAMS_THAT_DO = ("test_readme", "test_sdk_example", "test_bench")
+OURS_ALONE = ("test_collapse", "test_conversation", "test_conversations", "test_keepalive")
+"""About conversations, whichever client makes the calls in them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests in which openai's client runs: these are run with both of its majors."""
     for path in {item.path for item in items}:
-        if path.stem in RUNS_PROGRAMS_THAT_DO or USES_OPENAI.search(path.read_text()):
+        uses = path.stem not in OURS_ALONE and USES_OPENAI.search(path.read_text())
+        if uses or path.stem in RUNS_PROGRAMS_THAT_DO:
             for item in items:
                 if item.path == path:
                     item.add_marker(pytest.mark.openai)
