@@ -9,6 +9,7 @@ from backhaul_router.report import Reason, ReuseReport
 COLLAPSE_FLOOR = 256
 """Tokens: losing fewer than these is what whole blocks and re-tokenised answers cost."""
 _TOLERANCE = 0.05
+_ALL = 0.9
 _SHRUNK = 0.5
 _SAYS_NOTHING = (None, Reason.DIVERGED, Reason.BELOW_THRESHOLD, Reason.FIRST_TURN)
 """Reasons under which it is the prompt that differs, rather than what was held for it that is gone."""
@@ -56,8 +57,8 @@ class Detector:
             return None
         lost = expected - report.cached
         # A prompt that is shorter than the record, as where an answer is made anew, cannot reuse more than all of itself.
-        missed = lost if report.prompt is None else min(lost, report.prompt - report.cached)
-        if missed < self.floor or lost <= _TOLERANCE * expected:
+        all_of_it = report.prompt is not None and report.cached >= _ALL * report.prompt
+        if lost < self.floor or lost <= _TOLERANCE * expected or all_of_it:
             self.current = None
             return None
         if self.current is not None:
