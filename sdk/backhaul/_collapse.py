@@ -56,9 +56,7 @@ class Detector:
         if failed or not expected or report.cached is None or report.reason is Reason.REUSE_OFF:
             return None
         lost = expected - report.cached
-        # A prompt that is shorter than the record, as where an answer is made anew, cannot reuse more than all of itself.
-        all_of_it = report.prompt is not None and report.cached >= _ALL * report.prompt
-        if lost < self.floor or lost <= _TOLERANCE * expected or all_of_it:
+        if lost < self.floor or lost <= _TOLERANCE * expected or _reused_itself(report, expected):
             self.current = None
             return None
         if self.current is not None:
@@ -73,6 +71,14 @@ class Detector:
             tokens_lost=lost,
         )
         return self.current
+
+
+def _reused_itself(report: ReuseReport, expected: int) -> bool:
+    """Whether a prompt that is somewhat shorter than the record, as where an answer is made anew, reused all that it could.
+    One that is much shorter is a compaction."""
+    if report.prompt is None or report.cached is None or not _SHRUNK * expected <= report.prompt < expected:
+        return False
+    return report.cached >= _ALL * report.prompt
 
 
 def _on_record(report: ReuseReport, before: ReuseReport | None) -> int:
