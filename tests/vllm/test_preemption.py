@@ -15,6 +15,7 @@ from by_hand import BLOCK, COMPLETIONS, ask_d, ask_p, body, expected, fresh, lea
 from real_engines import EngineSet, EngineSets, metrics, post, wait_for_baseline
 
 BLOCKS, STEP = 71, 32
+TRIES = 12
 GROWING = 16
 """Requests that run already. Each ends with four blocks; with three each, and the prompt's thirty, there are too few."""
 TIGHT = (
@@ -52,13 +53,13 @@ async def test_a_prompt_whose_blocks_are_taken_after_its_read_is_computed(engine
     offered = {**handle, "backhaul": {k: v for k, v in handle["backhaul"].items() if k != "account"}}
     prompt = [*history, *ids, *(100 + i * 7 % 900 for i in range(20 * BLOCK - 10))]
     right = await expected(engines, prompt, 8)
-    for _ in range(4):
+    for attempt in range(TRIES):
         before = await preemptions(engines)
         grow = [
             asyncio.create_task(post(engines.prefill[0], COMPLETIONS, body(engines, fresh(BLOCK // 2), 3 * BLOCK)))
             for _ in range(GROWING)
         ]
-        while await used(engines) < 2 * GROWING:
+        while await used(engines) < (2 - attempt % 2) * GROWING:  # how soon it is admitted depends on the machine
             await asyncio.sleep(0.01)
         account, params = await ask_p(engines, prompt, offered)
         await asyncio.gather(*grow)
@@ -68,11 +69,12 @@ async def test_a_prompt_whose_blocks_are_taken_after_its_read_is_computed(engine
         from_p = returned["backhaul"]["account"]
         assert (from_p["why"], from_p["received"] + from_p["local"]) == (None, len(prompt))
         told = (account["verified"], account["pulled"], account["why"])
-        if preempted:
-            assert told == (10 * BLOCK, 0, "read_failed")
+        if told == (10 * BLOCK, 0, "read_failed"):
+            assert preempted
             assert account["computed"] == len(prompt)
             break
+        # Another request may have been the one whose blocks were taken.
         assert told == (10 * BLOCK, 10 * BLOCK, None)
     else:
-        pytest.fail("no request was preempted")
+        pytest.fail("the prompt was never preempted")
     await release(engines, handle["remote_request_id"])
