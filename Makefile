@@ -35,7 +35,7 @@ check: $(DEV) ## Check formatting, lint and types
 docs: $(DEV) ## Build the site of docs/ in build/site; a link that leads nowhere is an error
 	.venv/bin/zensical build --config-file mkdocs.yml --clean --strict
 
-test-fast: $(DEV) ## Run the tests that need no vLLM: under a minute
+test-fast: $(DEV) ## Run the tests that need no vLLM: some three minutes
 	.venv/bin/python -m pytest --ignore=tests/vllm -m "not slow"
 
 test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real vLLM engines

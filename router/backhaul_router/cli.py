@@ -404,8 +404,7 @@ def _add_bench_idle(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = kinds.add_parser(
         "idle", help="the processor time of an idle decode engine (vLLM, started here), without and with a lease"
     )
-    parser.add_argument("--model", default="tiny", metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
-    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
+    _add_model(parser, "tiny")
     _add_connector(parser)
     parser.add_argument("--seconds", type=_count, default=10, metavar="S", help="for each line (default: %(default)s)")
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
@@ -455,8 +454,7 @@ def _add_bench_exact_histories(kinds: argparse._SubParsersAction[argparse.Argume
         help="what `exact_histories` gains an agent that calls tools (vLLM engines)",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", default="smollm2", metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
-    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
+    _add_model(parser, "smollm2")
     parser.add_argument(
         "--conversations", type=_count, default=8, metavar="N", help="of eight turns (default: %(default)s)"
     )
@@ -479,8 +477,7 @@ def _add_bench_retokenise(kinds: argparse._SubParsersAction[argparse.ArgumentPar
         help="how often a model's own answer becomes other tokens when it is sent back (vLLM engines)",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", default="smollm2", metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
-    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
+    _add_model(parser, "smollm2")
     parser.add_argument(
         "--conversations", type=_count, default=12, metavar="N", help="of six turns (default: %(default)s)"
     )
@@ -508,6 +505,11 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
         "--model", default="tiny", metavar="DIR_OR_NAME", help="vllm: as for `up` (default: %(default)s)"
     )
     parser.add_argument("--python", metavar="PATH", help="vllm: the Python that has it (default: this one)")
+
+
+def _add_model(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--model", default=default, metavar="DIR_OR_NAME", help="as for `up` (default: %(default)s)")
+    parser.add_argument("--python", metavar="PATH", help="the Python that has vLLM (default: this one)")
 
 
 def _add_connector(parser: argparse.ArgumentParser) -> None:

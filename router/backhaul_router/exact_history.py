@@ -9,7 +9,9 @@ tokens back, where it is certain which part of the prompt they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -78,6 +80,22 @@ class Said(msgspec.Struct, frozen=True):
     def repeats(self, answer: Said) -> bool:
         """Whether this is that answer come back, with its reasoning or without."""
         return (self.text, self.calls) == (answer.text, answer.calls) and self.reasoning in ("", answer.reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a turn leaves for the next one to continue."""
+
+    ran: array[int]
+    """All ids that the engine ran and made; the last one ended the answer."""
+    said: Said
+    """What the answer says."""
+    rendering: bytes
+    """A digest of what else than its messages the prompt was rendered with (`wire.rendering`)."""
+
+    @classmethod
+    def of(cls, prompt: Iterable[int], made: Iterable[int], said: Said, rendering: bytes) -> Kept:
+        return cls(array("I", (*prompt, *made)), said, rendering)
 
 
 def said(message: bytes) -> Said | None:

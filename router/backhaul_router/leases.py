@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,6 +50,16 @@ class EngineLeases:
     leases: tuple[LeaseRow, ...] = ()
     error: str | None = None
     """Why the engine did not say."""
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """What came of renewing leases."""
+
+    remaining: Mapping[tuple[str, str], float]
+    """Seconds by `Held.name`, of those whose engines did it; 0 where it does not know the lease any more."""
+    failure: LeaseError | None
+    """Of an engine that did not."""
 
 
 class Leases:
@@ -168,8 +178,8 @@ class Leases:
             raise LeaseError(f"{engine} does not know lease operations: was it restarted without our connector?")
         return found
 
-    async def renew(self, held: Sequence[Held], ttl_s: float) -> dict[tuple[str, str], float]:
-        """Remaining seconds by `Held.name`, of those that the engines still know. Raises `LeaseError`."""
+    async def renew(self, held: Sequence[Held], ttl_s: float) -> Renewal:
+        """Asks all of their engines; one that does not do it costs the others nothing."""
         by_holder: dict[Holder, list[Held]] = {}
         for one in held:
             holder = Holder.of(one.decode, one.handle.engine_id)
@@ -178,14 +188,19 @@ class Leases:
             *(
                 self.operate(holder, LeaseOperation(renew=[one.handle.request_id for one in these], ttl_s=ttl_s))
                 for holder, these in by_holder.items()
-            )
+            ),
+            return_exceptions=True,
         )
-        return {
-            one.name: answer.renewed[one.handle.request_id]
-            for these, answer in zip(by_holder.values(), answers, strict=True)
-            for one in these
-            if one.handle.request_id in answer.renewed
-        }
+        remaining: dict[tuple[str, str], float] = {}
+        failure: LeaseError | None = None
+        for these, answer in zip(by_holder.values(), answers, strict=True):
+            if isinstance(answer, LeaseError):
+                failure = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                remaining |= {one.name: answer.renewed.get(one.handle.request_id, 0.0) for one in these}
+        return Renewal(remaining, failure)
 
     async def flush(self) -> None:
         """Has every decode engine of ours end every lease, other routers' too. Raises `LeaseError` when one did not."""

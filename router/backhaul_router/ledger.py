@@ -7,8 +7,8 @@ Invariants, whatever the interleaving of turns:
   or a shared one when the last turn that has taken it is done;
 - a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations, none of
   them silent for longer than `max_idle_s`;
-- a history is superseded by a turn that extends it and by no other: agents that share an id, even their first messages,
-  stand beside each other.
+- a history is superseded by a turn that extends it, or edits it behind its first message: agents that share an id and a
+  system prompt stand beside each other.
 
 Methods neither block nor await, and hold a lock, so that several event loops may share one ledger.
 """
@@ -19,14 +19,13 @@ import dataclasses
 import heapq
 import itertools
 import threading
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import digests
-from .exact_history import Said
+from .exact_history import Kept
 from .histories import Histories
 from .report import Reason
 from .wire import Handle, process_of
@@ -101,12 +100,8 @@ class Branch:
     """Those of `tokens` that were the prompt; 0 where they were not counted."""
     by_history: bool = False
     """Its conversation has no name of its own, and is found by what it says."""
-    ran: array[int] = field(default_factory=lambda: array("I"))
-    """All ids that D ran and made, where histories are kept exact."""
-    rendering: bytes = b""
-    """A digest of what else than its messages they were rendered with."""
-    said: Said | None = None
-    """What the answer says, which they end with."""
+    exact: Kept | None = None
+    """Where histories are kept exact, and the turn ended as it must for that."""
     number: int = field(default_factory=_numbers.__next__)
     """Tells branches apart."""
 

@@ -378,16 +378,18 @@ class Router:
     async def renew(self, conversation: str, ttl_s: float | None = None) -> float | None:
         """Has the engines keep what they hold for a conversation for another `ttl_s` seconds (`decoder_kv_blocks_ttl` where it
         is not given). Returns for how many seconds it can be used at least; `None` where there is nothing to renew, as with
-        stock engines, whose leases cannot be. Raises `LeaseError`."""
+        stock engines, whose leases cannot be. Raises `LeaseError` when an engine did not do it; those of the others are renewed
+        all the same."""
         held = [one for one in self.ledger.held_for(conversation) if one.leased]
         if not held:
             return None
-        renewed = await self.leases_kept.renew(held, ttl_s or self.config.decoder_kv_blocks_ttl)
+        renewal = await self.leases_kept.renew(held, ttl_s or self.config.decoder_kv_blocks_ttl)
         now = self.clock()
-        usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewed.items()}
-        # What the engine does not know any more has expired.
-        self.ledger.renewed(conversation, {one.name: now + usable.get(one.name, 0.0) for one in held}, now)
-        return min(usable.values(), default=None)
+        usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewal.remaining.items()}
+        self.ledger.renewed(conversation, {name: now + left for name, left in usable.items()}, now)
+        if renewal.failure is not None:
+            raise renewal.failure
+        return min((left for left in usable.values() if left), default=None)
 
     async def leases(self) -> tuple[EngineLeases, ...]:
         """What the decode engines that run our connector hold, for whomever."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, assert_never
@@ -62,7 +61,7 @@ from .effects import (
 )
 from .engine_client import FailureKind
 from .errors import Leg
-from .exact_history import Listening, Said, said, said_in, splice
+from .exact_history import Kept, Listening, Said, said, said_in, splice
 from .extension import VOID, Account, Ask, keeps_waiting, reason_of
 from .fleet import Engine, Fleet, Holder, Role
 from .hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
@@ -232,22 +231,22 @@ class Turn:
     def rewrites_answer(self, token_ids: tuple[int, ...]) -> bool:
         """Whether the request goes on from the last answer, which has become other tokens on the way."""
         branch, common = self.taken.branch, self.taken.common
-        if not self.keeps_exact or branch is None or branch.said is None or not branch.ran:
+        if not self.keeps_exact or branch is None or branch.exact is None:
             return False
-        if wire.rendering(self.facts) != branch.rendering:
+        if wire.rendering(self.facts) != branch.exact.rendering:
             return False
         messages = self.facts.messages
         if common < digests.count(branch.chain) or len(messages) <= common:
             return False
         sent = said(messages[common])
-        if sent is None or not sent.repeats(branch.said):
+        if sent is None or not sent.repeats(branch.exact.said):
             return False
-        return token_ids[: len(branch.ran)] != tuple(branch.ran)
+        return token_ids[: len(branch.exact.ran)] != tuple(branch.exact.ran)
 
     def continued(self, token_ids: tuple[int, ...], closed: tuple[int, ...], engine: Engine) -> None:
         """The prompt's ids are known, and those of the history up to the last answer."""
-        branch = self.taken.branch
-        exact = splice(branch.ran, token_ids, closed) if branch is not None else None
+        record = self.taken.branch.exact if self.taken.branch is not None else None
+        exact = splice(record.ran, token_ids, closed) if record is not None else None
         self.draft["exact_history"] = exact is not None
         self.rendered(exact or token_ids, engine)
 
@@ -461,7 +460,6 @@ class Turn:
         self.draft["handle_remaining_s"] = held.deadline - now if held else None
         earlier = self.taken.branch.prefill if self.taken.branch else None
         chains = self._chains(generated or ())
-        exact = self.keeps_exact and self.token_ids is not None and bool(generated)
         branch = Branch(
             chain=self.chain,
             blocks=chains.blocks,
@@ -475,11 +473,14 @@ class Turn:
             missing=missing,
             prompt_tokens=self.draft.get("prompt") or 0,
             by_history=self.identity is not None and self.identity.by_history,
-            ran=array("I", (*(self.token_ids or ()), *(generated or ()))) if exact else array("I"),
-            said=self.said if exact else None,
-            rendering=wire.rendering(self.facts) if exact else b"",
+            exact=self._exact(generated),
         )
         return (*actions, Settle(self.key, self.taken, branch))
+
+    def _exact(self, generated: tuple[int, ...] | None) -> Kept | None:
+        if self.said is None or self.token_ids is None or not generated:
+            return None
+        return Kept.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
 
     def _unwanted(self, held: Held, now: float) -> bool:
         """Whether nothing will come that could read the handle in its time."""

@@ -222,10 +222,15 @@ def rendering(facts: Facts) -> bytes:
     return blake2b(join(given) + bytes([without_tools]), digest_size=16).digest()
 
 
+_decode_stops = msgspec.json.Decoder(tuple[int, ...] | None).decode
+
+
 def stop_tokens(facts: Facts) -> tuple[int, ...]:
     """Tokens that the client has end an answer."""
-    value = value_of(facts.members.get("stop_token_ids", NULL))
-    return tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
+    try:
+        return _decode_stops(facts.members.get("stop_token_ids", NULL)) or ()
+    except msgspec.DecodeError:  # the engine is to say what it thinks of them
+        return ()
 
 
 def closed_body(facts: Facts, messages: int) -> bytes:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Token
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
 from backhaul_router import hints, portal
@@ -26,6 +26,7 @@ from ._totals import ReuseTotal, Tally, collapse_listeners
 
 _log = logging.getLogger("backhaul")
 
+_T = TypeVar("_T")
 OnTurn = Callable[[ReuseReport], object]
 OnCollapse = Callable[[Collapse], object]
 
@@ -240,7 +241,9 @@ class Conversation:
     async def apause(self, seconds: float) -> Paused:
         """The same from asynchronous code. Raises `BackhaulError` when a router elsewhere could not be asked."""
         pause_s = hints.checked_pause(seconds)
-        answers = [await router.pause(self.id, pause_s) for router in list(self._routers.values())]
+        answers, failure = await self._of_each(lambda router: router.pause(self.id, pause_s))
+        if failure is not None:
+            raise failure
         if not answers:
             return Paused(kept_s=None, why="no turn of this conversation has run")
         kept = [answer.kept_s for answer in answers if answer.kept_s is not None]
@@ -265,15 +268,8 @@ class Conversation:
         """Renews its leases for another `decoder_kv_blocks_ttl`; an open conversation's are renewed by themselves. Returns for
         how many seconds they can be used; `None` where there are none, or none that can be renewed, as on stock engines.
         Raises `BackhaulError` when an engine or a router did not do it."""
-        found: list[float] = []
-        failure: BackhaulError | RuntimeError | None = None
-        for router in list(self._routers.values()):
-            try:
-                remaining_s = await router.renew(self.id)
-            except (BackhaulError, RuntimeError) as error:  # the others' leases are to last all the same
-                failure = error
-            else:
-                found += [] if remaining_s is None else [remaining_s]
+        answers, failure = await self._of_each(lambda router: router.renew(self.id))
+        found = [remaining_s for remaining_s in answers if remaining_s is not None]
         self.renewals += bool(found)
         if failure is not None:
             if not found:
@@ -281,6 +277,19 @@ class Conversation:
             self.failed_renewals += 1
             _log.warning("some leases of %r could not be renewed: %s", self, failure)
         return None if self._ended else min(found, default=None)
+
+    async def _of_each(
+        self, ask: Callable[[_Router], Coroutine[Any, Any, _T]]
+    ) -> tuple[list[_T], BackhaulError | RuntimeError | None]:
+        """What the routers answer, and the last failure: one that fails does not keep the others from being asked."""
+        answers: list[_T] = []
+        failure: BackhaulError | RuntimeError | None = None
+        for router in list(self._routers.values()):
+            try:
+                answers.append(await ask(router))
+            except (BackhaulError, RuntimeError) as error:  # RuntimeError: it is closed
+                failure = error
+        return answers, failure
 
     def renewal_failed(self) -> bool:
         """Counts it; `keeper` logs why. Returns whether to try again."""

@@ -27,6 +27,7 @@ from backhaul_router.leases import LeaseError
 from backhaul_router.pauses import Paused
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.scope import ConversationScope, current, parent_of
+from backhaul_router.sse import data_of
 
 from ._totals import note, turns_are_heard
 
@@ -106,14 +107,32 @@ class _Note(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Token counts in the words of each API."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
     backhaul: _Note | None = None
+
+    @property
+    def prompt(self) -> int | None:
+        if self.input_tokens is None:
+            return self.prompt_tokens
+        return self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+
+    @property
+    def generated(self) -> int | None:
+        return self.completion_tokens if self.output_tokens is None else self.output_tokens
 
 
 class _Told(msgspec.Struct):
     model: str | None = None
     usage: _Usage | None = None
+    response: _Told | None = None
+    """The whole answer, in the last event of `/v1/responses`."""
 
 
 class _Renewed(msgspec.Struct):
@@ -305,8 +324,8 @@ class _Turn:
             model=told.model,
             route=route,
             reason=Reason(reason) if reason in tuple(Reason) else None,
-            prompt=usage.prompt_tokens,
-            generated=usage.completion_tokens,
+            prompt=usage.prompt,
+            generated=usage.generated,
             offered=said.offered,
             cached=said.cached,
             computed=said.computed,
@@ -316,13 +335,13 @@ class _Turn:
         """The answer's usage; in a stream the last event that has one, if it came that far."""
         events = [b"".join(self._parts)]
         if self._stream:
-            data = (event.removeprefix(b"data: ") for event in self._tail.split(b"\n\n"))
-            events = [event for event in data if b'"usage"' in event]
+            events = [data_of(event) or b"" for event in self._tail.split(b"\n\n") if b'"usage"' in event]
         for event in reversed(events):
             try:
                 told = msgspec.json.decode(event, type=_Told)
             except msgspec.DecodeError:  # compressed on the way, or cut at the front: it says nothing
                 continue
+            told = told.response or told
             if told.usage is not None:
                 return told
         return None

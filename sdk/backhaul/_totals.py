@@ -96,8 +96,8 @@ def turns_are_heard() -> bool:
 
 
 def totals() -> ReuseTotal:
-    """Every turn so far of this process's Backhaul clients, inside and outside of conversations. What is missing is `saved_ms` of
-    turns on a router elsewhere that ran outside of one, unless somebody listened (`on_turn`)."""
+    """Every turn so far of this process's Backhaul clients, inside and outside of conversations. Of a turn on a router elsewhere
+    that ran outside of one only what its answer says is known, which is not what was reused."""
     return _tally.total
 
 

@@ -13,6 +13,8 @@ import httpx2
 import pytest
 from backhaul import Reason, Route
 from backhaul_router import scope
+from backhaul_router.leases import LeaseError
+from backhaul_router.pauses import Paused
 from backhaul_router.transport import make_async_transport, make_transport
 from fake_router import FakeRouter, report
 
@@ -364,3 +366,35 @@ def test_what_is_left_by_return_is_ended(client: httpx2.Client, router: FakeRout
             return "done"
 
     assert (agent(), router.ended) == ("done", ["c1"])
+
+
+class Renews:
+    """A router that keeps what it holds for so many seconds, or cannot be asked."""
+
+    def __init__(self, answer: float | Exception) -> None:
+        self.answer = answer
+
+    async def renew(self, conversation: str) -> float:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def pause(self, conversation: str, seconds: float) -> Paused:
+        return Paused(kept_s=await self.renew(conversation))
+
+    def renewable(self, conversation: str) -> bool:
+        return True
+
+    async def end_conversation(self, conversation: str) -> None:
+        pass
+
+
+async def test_a_router_that_fails_does_not_keep_the_others_from_being_asked() -> None:
+    chat = backhaul.conversation("c")
+    for router in (Renews(LeaseError("away")), Renews(60.0)):
+        chat.attach(router)
+    assert await chat.renew() == 60.0
+    assert (chat.renewals, chat.failed_renewals) == (1, 1)
+    with pytest.raises(LeaseError, match="away"):
+        await chat.apause(30.0)
+    await chat.aend()

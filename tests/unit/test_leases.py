@@ -13,7 +13,7 @@ from backhaul_router.effects import EndLease
 from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
 from backhaul_router.extension import Account
 from backhaul_router.fleet import Fleet, Holder
-from backhaul_router.leases import LeaseError, Leases
+from backhaul_router.leases import LeaseError, Leases, Renewal
 from core_values import D1, D2, P1, P2, encoded, engine, held, leased
 
 Respond = Callable[[EngineCall], EngineAnswer]
@@ -34,9 +34,15 @@ class Client:
     def __init__(self, respond: Respond = did) -> None:
         self.respond = respond
         self.calls: list[EngineCall] = []
+        self.most_at_once = 0
+        self._at_once = 0
 
     async def call(self, request: EngineCall) -> EngineAnswer:
         self.calls.append(request)
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        await asyncio.sleep(0)
+        self._at_once -= 1
         return self.respond(request)
 
     async def open(self, request: EngineCall) -> Any:
@@ -176,7 +182,21 @@ async def test_a_flush_that_fails_anywhere_is_an_error() -> None:
 async def test_what_was_renewed_is_told_by_name() -> None:
     kept = Kept()
     left = [leased("a"), leased("gone"), leased("b", decode=D2)]
-    assert await kept.leases.renew(left, 60.0) == {(D1, "a"): 60.0, (D2, "b"): 60.0}
+    assert await kept.leases.renew(left, 60.0) == Renewal({(D1, "a"): 60.0, (D1, "gone"): 0.0, (D2, "b"): 60.0}, None)
+
+
+async def test_an_engine_that_does_not_renew_costs_the_others_nothing() -> None:
+    kept = Kept(lambda call: refuses(call) if call.url.startswith(D1) else did(call))
+    renewal = await kept.leases.renew([leased("a"), leased("b", decode=D2)], 60.0)
+    assert renewal.remaining == {(D2, "b"): 60.0}
+    assert isinstance(renewal.failure, LeaseError)
+
+
+async def test_stock_handles_are_released_a_few_at_a_time() -> None:
+    kept = Kept()
+    await kept.leases.end_now([held(str(number)) for number in range(300)])
+    assert len(kept.client.calls) == 300
+    assert 1 < kept.client.most_at_once <= 64
 
 
 async def test_an_engine_that_does_not_list_its_leases_is_told_apart() -> None:

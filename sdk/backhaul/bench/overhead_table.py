@@ -33,10 +33,10 @@ def table(rows: Sequence[Row], connector: str) -> Table:
     for name in ("body", "answer", "at a time", "turns", "direct p50", "p99", "CPU"):
         made.add_column(name, justify="left" if name == "answer" else "right")
     for name in ("aiohttp p50", "CPU"):
-        made.add_column(name, justify="right")
+        made.add_column(name, justify="right", min_width=min(len(name), len("aiohttp")))
     for variant in ("embedded", "served"):
         for name in (f"{variant} p50", "p99", "CPU"):
-            made.add_column(name, justify="right")
+            made.add_column(name, justify="right", min_width=min(len(name), len(variant)))
     made.add_column("RSS", justify="right")
     for case in by_case(rows):
         direct, aio, *routed = case
