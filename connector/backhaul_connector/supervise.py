@@ -70,13 +70,15 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         with open(log, "ab", buffering=0) as output:
-            self.pid = subprocess.Popen(
+            # Kept, though only `reap` waits: a Popen that is dropped collects a child that has ended, status and all.
+            self.first = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-            ).pid
+            )
+        self.pid = self.first.pid
 
     def run(self) -> int:
         """Returns the exit status when the engine has ended, for whatever reason, and nothing of it is left."""

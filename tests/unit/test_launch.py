@@ -316,6 +316,30 @@ def test_when_the_first_process_ends_the_rest_does_too_and_its_status_is_kept(tm
         assert alive(pids) == []
 
 
+SLOW_TO_START = """
+import subprocess, sys, time
+from pathlib import Path
+
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+subprocess.Popen = Slow
+sys.path.insert(0, sys.argv[1])
+import supervise
+sys.exit(supervise.main(*sys.argv[2:]))
+"""
+
+
+def test_a_command_that_ends_at_once_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    folder = str(Path(supervise.__file__).parent)
+    command = [sys.executable, "-I", "-S", "-c", SLOW_TO_START, folder, str(tmp_path / "log"), "5", str(tmp_path / "s")]
+    with subprocess.Popen([*command, "sh", "-c", "exit 3"], stdin=subprocess.PIPE) as supervisor:
+        assert supervisor.wait(10) == 3
+
+
 def test_a_family_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     with supervised(tmp_path, "trap '' TERM; " + FAMILY + "while :; do sleep 0.1; done", grace_s=0.2) as supervisor:
         pids = family(tmp_path)

@@ -15,6 +15,7 @@ from typing import Any
 import backhaul
 from backhaul import Proof, Route
 from backhaul_connector.supervise import descendants
+from by_hand import BLOCK
 from real_engines import PYTHON, EngineSets, wait_for_baseline
 
 START_S = 600.0
@@ -73,7 +74,9 @@ async def test_up_serves_warm_turns_to_an_agent_and_leaves_nothing(engine_sets: 
         assert [report.route for report in chat.reuse.turns] == [Route.COLD, Route.WARM, Route.WARM]
         for report in chat.reuse.turns[1:]:
             assert report.proof is Proof.CONNECTOR
-            assert report.cached == report.offered > 0
+            assert report.cached == report.verified
+            # The answer before, of fewer tokens than a block, may re-tokenise differently: the blocks it is in are lost.
+            assert report.verified in range(report.offered - 2 * BLOCK, report.offered + 1, BLOCK)
             assert report.decode_engine == decode
 
         launcher.send_signal(signal.SIGTERM)
