@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,10 @@ class Mode:
     @property
     def computed(self) -> int:
         return self.prompt - self.reused
+
+    def row(self) -> dict[str, object]:
+        """For `--json`."""
+        return {**vars(self), "routes": dict(self.routes), "computed": self.computed}
 
 
 async def measure(cluster: clusters.Cluster, conversations: int) -> list[Mode]:
@@ -213,8 +217,7 @@ def main(options: Options) -> int:
     for line in lines(title, options.conversations, modes):
         print(line)
     if options.json is not None:
-        rows = [{**asdict(mode), "computed": mode.computed} for mode in modes]
-        options.json.write_text(json.dumps({"title": title, "modes": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"title": title, "modes": [mode.row() for mode in modes]}, indent=1) + "\n")
     return 0
 
 
