@@ -39,7 +39,11 @@ test-fast: $(DEV) ## Run the tests that need no vLLM: some three minutes
 	.venv/bin/python -m pytest --ignore=tests/vllm -m "not slow"
 
 test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real vLLM engines
-	@if $(MAKE) --no-print-directory $(VLLM); then \
+	@nice -n 19 $(MAKE) --no-print-directory $(VLLM) & installing=$$!; \
+	status=0; \
+	echo "== Tests of the client with openai 2"; \
+	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm -m openai || status=1; \
+	if wait $$installing; then \
 		engines="and real vLLM engines"; ignore=; \
 	elif [ "$$BACKHAUL_REQUIRE_VLLM" = 1 ]; then \
 		echo "make test: vLLM's CPU build could not be installed, and BACKHAUL_REQUIRE_VLLM=1 asks for it" >&2; exit 1; \
@@ -47,9 +51,6 @@ test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real
 		engines="but WITHOUT real vLLM engines: their CPU build could not be installed, see above"; \
 		ignore=--ignore=tests/vllm; \
 	fi; \
-	status=0; \
-	echo "== Tests of the client with openai 2"; \
-	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm -m openai || status=1; \
 	echo "== All tests, with openai 3, $$engines"; \
 	if [ $$status != 0 ]; then echo "   (the run with openai 2 has FAILED, and so will make)"; fi; \
 	.venv/bin/python -m pytest $$ignore || status=1; \
