@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from backhaul_connector.launch import Connector
+from backhaul_router.report import Proof
 from real_engines import PYTHON, EngineSet, EngineSets
 
 HERE = Path(__file__).parent
@@ -34,9 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _engines_used(item: pytest.Item) -> int:
     """Orders the tests by the set of engines that they use, so that each set is started once."""
-    fixtures = getattr(item, "fixturenames", ())
     if HERE not in item.path.parents:
         return 0
+    fixtures = {*getattr(item, "fixturenames", ())}
+    if (callspec := getattr(item, "callspec", None)) and (proof := callspec.params.get("proof")):
+        fixtures.add(_OF_PROOF[proof])
     for rank, fixture in enumerate(_SETS):
         if fixture in fixtures:
             return len(_SETS) - rank
@@ -49,12 +53,13 @@ _SETS = (
     "smollm2_engines",
     "small_connector_engines",
     "connector_engines_prefix_caching",
-    "connector_engines",
     "engines_prefix_caching",
+    "connector_engines",
     "mixed_engines",
     "stock",
     "engines",
 )
+_OF_PROOF = {Proof.TOKENS: "engines_prefix_caching", Proof.CONNECTOR: "connector_engines_prefix_caching"}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -103,7 +108,7 @@ def engines(engine_sets: EngineSets) -> EngineSet:
 @pytest.fixture
 def engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
     """The tiny model: one P with prefix caching, as in production, and one D."""
-    return engine_sets.special(replace(EngineSets.DEFAULT, prefill_prefix_caching=True))
+    return engine_sets.adaptable(Connector.STOCK)
 
 
 @pytest.fixture
@@ -121,7 +126,7 @@ def connector_engines(engine_sets: EngineSets) -> EngineSet:
 @pytest.fixture
 def connector_engines_prefix_caching(engine_sets: EngineSets) -> EngineSet:
     """The tiny model with our connector: one P with prefix caching, as in production, and one D."""
-    return engine_sets.special(replace(EngineSets.CONNECTOR, prefill_prefix_caching=True))
+    return engine_sets.adaptable(Connector.BACKHAUL)
 
 
 @pytest.fixture

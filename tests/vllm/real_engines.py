@@ -21,6 +21,8 @@ from backhaul_connector.launch import Connector, Engine, Engines, EnginesConfig
 PYTHON = Path(os.environ.get("BACKHAUL_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
 """The interpreter that has vLLM."""
 
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+
 
 @dataclass(frozen=True)
 class EngineSet:
@@ -67,6 +69,12 @@ class EngineSets:
             self._default = self._start(self.DEFAULT)
         return EngineSet(self._default)
 
+    def adaptable(self, connector: Connector) -> EngineSet:
+        """P with prefix caching, as in production. Adapters can be exchanged, and, in development mode, prefix caches be
+        forgotten."""
+        config = replace(self.DEFAULT, connector=connector, prefill_prefix_caching=True, vllm_args=ADAPTERS)
+        return self.special(config, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+
     def special(self, config: EnginesConfig, *, beside_default: bool = False, **env: str) -> EngineSet:
         """A set of another shape, in place of the set before it; `env` is set while it starts."""
         if self._special is None or (self._special.config, self._special_env) != (config, env):
@@ -75,6 +83,8 @@ class EngineSets:
                 for name, value in env.items():
                     patch.setenv(name, value)
                 self._special, self._special_env = self._start(config), env
+        elif not beside_default:
+            self._end_default()
         return EngineSet(self._special)
 
     def _start(self, config: EnginesConfig) -> Engines:
@@ -87,7 +97,11 @@ class EngineSets:
         if self._special is not None:
             self._special.stop()
             self._special = None
-        if self._default is not None and not keep_default:
+        if not keep_default:
+            self._end_default()
+
+    def _end_default(self) -> None:
+        if self._default is not None:
             self._default.stop()
             self._default = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -28,15 +27,10 @@ PLAYED |= {
     f"{one}; {other}": (one, other) for one, other in zip_longest(SAMPLED[::2], SAMPLED[1::2], fillvalue=SAMPLED[0])
 }
 """Of cases that are alike each is played with one of the proofs."""
-ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
 
 
 def started(sets: EngineSets, proof: Proof) -> EngineSet:
-    """In development mode, which is the one in which vLLM can be asked to reset its prefix cache, and with adapters that can
-    be exchanged."""
-    connector = Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK
-    config = replace(EngineSets.DEFAULT, connector=connector, prefill_prefix_caching=True, vllm_args=ADAPTERS)
-    return sets.special(config, VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    return sets.adaptable(Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK)
 
 
 @pytest.fixture(scope="module", params=PROOFS)

@@ -160,7 +160,7 @@ async def test_a_streamed_tool_call_ends_with_the_ids(engines: EngineSet) -> Non
 def stock(engine_sets: EngineSets) -> Iterator[EngineSet]:
     """The same engines without the plugin: VLLM_PLUGINS names the only ones to load."""
     yield engine_sets.special(EngineSets.DEFAULT, beside_default=True, VLLM_PLUGINS="none")
-    engine_sets.make_room()
+    engine_sets.make_room(keep_default=True)
 
 
 async def test_every_other_byte_of_a_stream_is_that_of_an_engine_without_the_plugin(
