@@ -60,8 +60,8 @@ async def drain_engine(router: Router, url: str) -> Draining:
 
 async def remove_engine(router: Router, url: str, *, within_s: float = 30.0) -> None:
     """Begins no turn there any more, waits up to `within_s` for those that run, and has it release what it holds for this
-    router. Turns that run on end as they would have. Raises `ConfigError` for an engine that is not there, and for the last
-    one of its role."""
+    router. Turns that run on end as they would have; what they leave there ends with its TTL. Raises `ConfigError` for an
+    engine that is not there, and for the last one of its role."""
     engine = await _known(router, url)
     fleet = router.fleet
     others = [one for one in fleet.engines if one.role is engine.role and fleet.takes_part(one) and one != engine]
@@ -73,7 +73,7 @@ async def remove_engine(router: Router, url: str, *, within_s: float = 30.0) -> 
             while fleet.busy(engine):
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        pass  # what they leave is released when it is found to be of an engine that is gone
+        pass  # what they leave cannot be named to an engine that is gone, and ends with its TTL
     except BaseException:
         fleet.reopen(engine.url)
         raise

@@ -335,33 +335,37 @@ async def under_load() -> AsyncIterator[tuple[list[Process], Load]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_engine_that_is_killed_and_restarted_under_load_costs_nothing_but_what_it_was_working_on(
-    role: str,
-) -> None:
+async def test_engines_that_are_killed_and_restarted_under_load_cost_nothing_but_what_they_were_working_on() -> None:
     async with under_load() as (engines, load):
-        victim = next(engine for engine in engines if engine.role == role)
-        await until(lambda: load.reached(victim.url, 0.0) >= 2 * AGENTS, 20, "turns run everywhere")
+        victims = [engines[0], engines[2]]
+        await until(
+            lambda: all(load.reached(one.url, 0.0) >= AGENTS // 2 for one in engines), 60, "turns run everywhere"
+        )
 
-        killed = time.monotonic()
-        await victim.kill()
-        await until(lambda: len(load.since(killed + 0.5)) >= 3 * AGENTS, 20, "turns go on without it")
-        assert not load.reached(victim.url, killed + 0.1), "turns were given to an engine that was known to be dead"
+        killed: dict[str, float] = {}
+        for victim in victims:
+            killed[victim.role] = time.monotonic()
+            await victim.kill()
+            since = killed[victim.role] + 0.1
+            await until(lambda: len(load.since(since)) >= AGENTS, 60, "turns go on without it")  # noqa: B023
+            assert not load.reached(victim.url, since), "turns were given to an engine that was known to be dead"
 
-        await victim.start()
+        await asyncio.gather(*(victim.start() for victim in victims))
         serves = time.monotonic()
-        await until(lambda: load.reached(victim.url, serves) >= 2, RAISED_S, f"turns reach {victim.url} again")
-        await until(lambda: len(load.since(serves + RAISED_S)) >= 6 * AGENTS, 20, "turns go on with it")
+        back = {one.url: await until(lambda: load.reached(one.url, serves) >= 2, what=one.url) for one in victims}  # noqa: B023
+        await until(lambda: len(load.since(serves + RAISED_S)) >= 3 * AGENTS, 60, "turns go on with them")
 
-    # what the engine was working on cannot be sent again: it is told at once, and nothing else fails
+    # what an engine was working on cannot be sent again: it is told at once, and nothing else fails
     hit = [turn for turn in load.turns if turn.error]
     for turn in hit:
-        assert turn.began < killed + 0.1, turn
-        assert turn.ended < killed + RAISED_S, turn
-        assert turn.error in (f"{role}_failed", "render_failed"), turn
+        when = [at for role, at in killed.items() if turn.error == f"{role}_failed" or turn.error == "render_failed"]
+        assert any(turn.began < at + 0.1 and at < turn.ended < at + RAISED_S for at in when), turn
+        assert turn.mid_stream or turn.report.retries == 0, "a body that met a dying engine went out again"
     assert len(hit) <= AGENTS
-    usual = sorted(turn.first_byte - turn.began for turn in load.turns if turn.began < killed and not turn.error)
-    for turn in load.since(killed):
-        assert turn.first_byte - turn.began < usual[-1] + RAISED_S, turn
-    share = load.reached(victim.url, serves + RAISED_S) / len(load.since(serves + RAISED_S))
-    assert 0.2 < share < 0.8, f"{share:.0%} of the turns run on the engine that came back"
+    first = min(killed.values())
+    usual = max(turn.first_byte - turn.began for turn in load.turns if turn.began < first and not turn.error)
+    slowest = max(turn.first_byte - turn.began for turn in load.since(first))
+    assert slowest < usual + RAISED_S
+    for victim in victims:
+        share = load.reached(victim.url, serves + RAISED_S) / len(load.since(serves + RAISED_S))
+        assert 0.2 < share < 0.8, f"{share:.0%} of the turns run on {victim.url}, which came back ({back})"
