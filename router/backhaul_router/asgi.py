@@ -78,7 +78,6 @@ class App:
     def __init__(self, router: Router, reports: ReportLog) -> None:
         self.router = router
         self.reports = reports
-        self._engine_urls = [url.encode() for url in (*router.config.prefill, *router.config.decode)]
 
     def __repr__(self) -> str:
         return f"<App {self.router} {self.reports}>"
@@ -127,7 +126,7 @@ class App:
             await self._refuse_body(receive, send, scope["path"])
             return
         own = _OwnReport()
-        out = _Out(send, () if is_loopback(scope.get("client")) else self._engine_urls, scope["path"])
+        out = _Out(send, () if is_loopback(scope.get("client")) else self.router.engine_urls, scope["path"])
         answer = asyncio.ensure_future(self._answer(_request(scope, body, own), own, out))
         gone = asyncio.ensure_future(_gone(receive))
         try:
