@@ -159,7 +159,10 @@ class Router:
         self.responses = KnownResponses()
         """Conversations by the ids of the responses that their turns were answered with."""
         self.ledger = MemoryLedger(
-            max_conversations=config.max_conversations, max_branches=config.max_branches, max_idle_s=config.max_idle_s
+            max_conversations=config.max_conversations,
+            max_branches=config.max_branches,
+            max_idle_s=config.max_idle_s,
+            max_conversations_per_tenant=config.max_conversations_per_tenant,
         )
         self.on_report = on_report
         self._fleet: Fleet | None = None
