@@ -8,9 +8,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
+
+import msgspec
 
 from . import digests, wire
 from .audit import AuditLine, compare
@@ -76,8 +77,7 @@ _POST = (
 )
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """What a client sent, whatever HTTP library or server it came through."""
 
     method: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from backhaul_router import digests
 from backhaul_router.effects import (
@@ -237,7 +237,7 @@ def test_another_agents_handle_goes_back() -> None:
 
 def test_what_the_ledger_dropped_is_released() -> None:
     dropped = (Held(handle("x"), D1, 0.0, 1), Held(handle("y"), D2, 0.0, 1))
-    drive = Drive(dataclasses.replace(FIRST, drop=dropped))
+    drive = Drive(msgspec.structs.replace(FIRST, drop=dropped))
     assert drive.released == [("x", P1), ("y", P1)]
 
 
