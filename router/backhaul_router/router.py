@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
-from . import digests, wire
+from . import digests, logs, wire
 from .audit import AuditLine, compare
 from .config import RouterConfig
 from .effects import (
@@ -279,6 +279,8 @@ class Router:
         if identity is None or identity.by_history:
             identity = self._by_history(facts, chain, identity)
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, chain=chain)
+        turn.flushes = self.ledger.flushes
+        logs.note(turn)
         run = _Run(
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
         )
@@ -361,8 +363,8 @@ class Router:
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
-        run our connector end all of their leases, other routers' too. Turns that are running now are not covered: pause them
-        first.
+        run our connector end all of their leases, other routers' too. Turns that are running now end as they would, and what they
+        leave is released instead of filed. Turns that begin before the update is done are not covered: flush after it.
 
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
         dropped = self.ledger.flush()
