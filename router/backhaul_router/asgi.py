@@ -3,6 +3,7 @@
 Beside what `Router` answers there are
 
     GET    /health                          200 once the fleet is connected, 503 before
+    GET    /metrics                         what Prometheus scrapes; needs the extra `server`
     GET    /backhaul/conversations          what is on record, the conversation that was active last first
     GET    /backhaul/conversations/{id}     its reports; ?turn=N for one turn's, with &wait=S for one that is about to end
     DELETE /backhaul/conversations/{id}     ends it: what the engines hold for it is released
@@ -31,6 +32,8 @@ from .engine_client import EngineFailure
 from .errors import ConfigError
 from .hints import MAX_PAUSE_S, checked_pause
 from .leases import LeaseError
+from .metrics_page import AUDIT_EVERY_S, MetricsPage
+from .metrics_page import PATH as METRICS
 from .report import ReuseReport
 from .reports import Recorded, ReportLog
 from .router import Reply, Request, Router
@@ -75,13 +78,27 @@ class _OwnReport:
 class App:
     """An ASGI application over a router. Made by `make_app`; its lifespan connects the router and closes it."""
 
-    def __init__(self, router: Router, reports: ReportLog) -> None:
+    def __init__(self, router: Router, reports: ReportLog, metrics: MetricsPage | None = None) -> None:
         self.router = router
         self.reports = reports
-        self._engine_urls = [url.encode() for url in (*router.config.prefill, *router.config.decode)]
+        self.metrics = metrics
 
     def __repr__(self) -> str:
         return f"<App {self.router} {self.reports}>"
+
+    async def connect(self) -> None:
+        """Connects the router, and begins what runs beside it. Raises `ConfigError`."""
+        await self.router.connect()
+        if self.metrics is not None:
+            self.metrics.start()
+
+    async def aclose(self) -> None:
+        """Ends that, and closes the router."""
+        try:
+            if self.metrics is not None:
+                await self.metrics.aclose()
+        finally:
+            await self.router.aclose()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,14 +113,14 @@ class App:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 try:
-                    await self.router.connect()
+                    await self.connect()
                 except ConfigError as error:
-                    await self.router.aclose()
+                    await self.aclose()
                     await send({"type": "lifespan.startup.failed", "message": str(error)})
                     return
                 await send({"type": "lifespan.startup.complete"})
             else:
-                await self.router.aclose()
+                await self.aclose()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
@@ -111,6 +128,8 @@ class App:
         path = scope["path"]
         if path == "/health" and scope["method"] == "GET":
             await self._health(send)
+        elif path == METRICS and scope["method"] == "GET" and self.metrics is not None:
+            await _send_metrics(self.metrics, scope, send)
         elif path == "/backhaul" or path.startswith("/backhaul/"):
             await self._backhaul(scope, send)
         else:
@@ -127,7 +146,7 @@ class App:
             await self._refuse_body(receive, send, scope["path"])
             return
         own = _OwnReport()
-        out = _Out(send, () if is_loopback(scope.get("client")) else self._engine_urls, scope["path"])
+        out = _Out(send, () if is_loopback(scope.get("client")) else self.router.engine_urls, scope["path"])
         answer = asyncio.ensure_future(self._answer(_request(scope, body, own), own, out))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -346,10 +365,19 @@ async def _cancel(*tasks: asyncio.Future[None]) -> None:
     await asyncio.wait(tasks)
 
 
-def make_app(config: RouterConfig) -> App:
-    """An application with a router of its own, which an ASGI server's lifespan connects and closes."""
+def make_app(config: RouterConfig, *, metrics_public: bool = True, audit_every_s: float = AUDIT_EVERY_S) -> App:
+    """An application with a router of its own, which an ASGI server's lifespan connects and closes. Without `metrics_public`
+    `/metrics` answers to loopback addresses only."""
     reports = ReportLog()
-    return App(Router(config, on_report=reports.record), reports)
+    router = Router(config)
+    metrics = MetricsPage(router, public=metrics_public, audit_every_s=audit_every_s)
+
+    def record(report: ReuseReport) -> None:
+        reports.record(report)
+        metrics.record(report)
+
+    router.on_report = record
+    return App(router, reports, metrics)
 
 
 def is_loopback(client: Sequence[Any] | None) -> bool:
@@ -433,6 +461,12 @@ async def _send_error(send: Send, status: int, message: str, code: str) -> None:
 def _error(status: int, message: str, code: str, api: Api = _OPENAI) -> bytes:
     type_ = "server_error" if status >= 500 else "invalid_request_error"
     return api.error(message, type_=type_, code=code)
+
+
+async def _send_metrics(metrics: MetricsPage, scope: Message, send: Send) -> None:
+    accept = ",".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
+    status, body, content_type = metrics.page(accept, on_loopback=is_loopback(scope.get("client")))
+    await _send_whole(send, status, [("content-type", content_type), ("cache-control", "no-store")], body)
 
 
 async def _send_unknown(send: Send, conversation: str) -> None:

@@ -154,6 +154,12 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SECONDS",
         help="how long requests may take to finish when it is told to stop (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-metrics-public",
+        dest="metrics_public",
+        action="store_false",
+        help="/metrics answers to clients on this machine only",
+    )
     serve_options.add_arguments(parser)
     parser.set_defaults(run=_serve)
 
@@ -164,7 +170,8 @@ def _serve(args: argparse.Namespace) -> int:
     server = _server_module()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        server.serve(serve_options.config_from(args), args.host, args.port, grace_s=args.grace_s)
+        config = serve_options.config_from(args)
+        server.serve(config, args.host, args.port, grace_s=args.grace_s, metrics_public=args.metrics_public)
     except ConfigError as error:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:  # before there was anything to finish

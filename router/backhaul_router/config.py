@@ -64,7 +64,7 @@ class RouterConfig:
                 raise ConfigError(f"{field}= takes a list of engine URLs, not {urls!r}")
             if not urls:
                 raise ConfigError(f"{field}= is empty: name at least one {field} engine")
-            object.__setattr__(self, field, tuple(_engine_url(field, url) for url in urls))
+            object.__setattr__(self, field, tuple(engine_url(field, url) for url in urls))
         both = set(self.prefill) & set(self.decode)
         if both:
             raise ConfigError(f"{min(both)} is listed under both prefill= and decode=: an engine has one role")
@@ -95,7 +95,8 @@ class RouterConfig:
             )
 
 
-def _engine_url(field: str, url: str) -> str:
+def engine_url(field: str, url: str) -> str:
+    """An engine's URL in its one spelling. Raises `ConfigError`, which names `field`."""
     if not isinstance(url, str):
         raise ConfigError(f"{field}=: {url!r} is not a URL")
     parts = urlsplit(url)

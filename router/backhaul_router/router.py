@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
-from . import digests, logs, wire
+from . import digests, engine_changes, logs, wire
 from .audit import AuditLine, compare
+from .breakers import Who
 from .config import RouterConfig
 from .effects import (
     Action,
@@ -43,8 +44,9 @@ from .effects import (
     Take,
     Took,
 )
-from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
-from .errors import ConfigError, error_event
+from .engine_changes import Draining
+from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream, FailureKind
+from .errors import ConfigError, Leg, error_event
 from .fleet import Engine, Fleet, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
@@ -55,6 +57,7 @@ from .ledger import Branch, Held, Key, MemoryLedger
 from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe
+from .probing import Prober
 from .report import Reason, ReuseReport, Route
 from .scope import ConversationScope, parent_of
 from .sse import EventSplitter
@@ -159,6 +162,9 @@ class Router:
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
         self._pairs: PairChecks | None = None
+        self._prober: Prober | None = None
+        self.engine_urls = [url.encode() for url in (*config.prefill, *config.decode)]
+        """Of every engine that is or was there; errors for clients elsewhere must not show them."""
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -204,6 +210,7 @@ class Router:
             self._fleet = Fleet(found)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
+            self._prober = Prober(self.client, self._fleet, self._leases.release, lambda drop: self.perform(drop, None))
             self._absent = {url: wanted[url] for url in absent}
             self._probed = self.clock()
 
@@ -232,6 +239,29 @@ class Router:
                 log.error("left out: %s", error)  # noqa: TRY400
             else:
                 del self._absent[url]
+
+    async def add_engine(self, role: Role, url: str) -> Engine:
+        """Lets turns go to another engine from now on, or again to one that drains. Raises `ConfigError`."""
+        return await engine_changes.add_engine(self, Role(role), url)
+
+    async def drain_engine(self, url: str) -> Draining:
+        """Sends no new conversation to an engine from now on. Returns what is left there. Raises `ConfigError`."""
+        return await engine_changes.drain_engine(self, url)
+
+    async def remove_engine(self, url: str, *, within_s: float = 30.0) -> None:
+        """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
+        `ConfigError`."""
+        await engine_changes.remove_engine(self, url, within_s=within_s)
+
+    def note_added(self, url: str) -> None:
+        self._absent.pop(url, None)
+        if (encoded := url.encode()) not in self.engine_urls:
+            self.engine_urls.append(encoded)
+
+    async def release_engine(self, engine: Engine) -> None:
+        """Drops and releases every handle of a decode engine."""
+        if (engine_id := self.fleet.engine_id(engine.url)) is not None:
+            await self._end_now(self.ledger.drop_engine(engine.url, engine_id))
 
     async def handle(self, request: Request) -> Reply:
         """Runs one request. Returns when the reply's head is known. Errors that a client should see are replies;
@@ -275,6 +305,8 @@ class Router:
         self._end(self.ledger.sweep(now))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
+        if self.fleet.breaker.any_open:
+            self.look_after_engines()
         chain = digests.chain(facts.parts)
         if identity is None or identity.by_history:
             identity = self._by_history(facts, chain, identity)
@@ -422,10 +454,17 @@ class Router:
         """Releases every handle of this router and closes the connections."""
         if self._leases is not None:
             self.pairs.cancel()
+            if self._prober is not None:
+                await self._prober.aclose()
             await self._end_now(self.ledger.flush())
             await self.settled()
             self._leases.closed = True
         await self.client.aclose()
+
+    def look_after_engines(self) -> None:
+        """Has engines probed that are shut out."""
+        if self._prober is not None:
+            self._prober.look()
 
     # --- releases and checks
 
@@ -613,6 +652,8 @@ class _Run:
 
     def _end_after(self, report: ReuseReport) -> None:
         """A last turn ends its conversation; one that failed may be tried again first."""
+        if report.error is None and self._decoding is not None:
+            self._note(self._decoding, Leg.DECODE, None)
         answered = report.status == 200 and report.error in (None, "client_gone")
         if self._turn.hints.last_turn and answered and report.conversation is not None:
             self._router.forget(report.conversation)
@@ -624,15 +665,17 @@ class _Run:
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()
-            case Call(_, engine, path, body, timeout_s):
+            case Call(leg, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
                 self._router.fleet.begin(engine)
                 try:
                     answer = await self._router.client.call(call)
                 except EngineFailure as failure:
+                    self._note(engine, leg, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
                     self._router.fleet.end(engine)
+                self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
@@ -642,8 +685,11 @@ class _Run:
                 try:
                     self._stream = await self._router.client.open(call)
                 except EngineFailure as failure:
+                    self._note(engine, Leg.DECODE, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 self._chunks = aiter(self._stream)
+                if self._stream.status >= 500:
+                    self._note(engine, Leg.DECODE, FailureKind.ERROR)
                 return Opened(self._stream.status, self._stream.headers)
             case Read():
                 return await self._read()
@@ -660,9 +706,22 @@ class _Run:
             self._chunks = None
             return Ended()
         except EngineFailure as failure:
+            if self._decoding is not None:
+                self._note(self._decoding, Leg.DECODE, failure.kind)
             return Failed(failure.kind, f"{self._decoding}: {failure.message}")
         finally:
             self._reading = False
+
+    def _note(self, engine: Engine, leg: Leg, failed: FailureKind | None) -> None:
+        """Tells the breakers how a call ended."""
+        router, turn = self._router, self._turn
+        if failed is None:
+            router.fleet.note_answer(engine, leg)
+            return
+        who = Who(turn.identity.conversation if turn.identity and not turn.identity.by_history else "", turn.chain)
+        router.fleet.note_failure(engine, leg, failed, who, router.clock())
+        if router.fleet.breaker.any_open:
+            router.look_after_engines()
 
     def _next_headers(self) -> dict[str, str]:
         """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""

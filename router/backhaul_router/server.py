@@ -43,12 +43,19 @@ def serve(
     port: int = DEFAULT_PORT,
     *,
     grace_s: float = GRACE_S,
+    metrics_public: bool = True,
 ) -> None:
     """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one.
 
     Raises `ConfigError`: the address cannot be used, or the engines cannot."""
     with listen(host, port) as listener:
-        serve_on(listener, config, grace_s=grace_s, started=lambda url: print(how_to_reach(url), flush=True))
+        serve_on(
+            listener,
+            config,
+            grace_s=grace_s,
+            metrics_public=metrics_public,
+            started=lambda url: print(how_to_reach(url), flush=True),
+        )
 
 
 def serve_on(
@@ -56,13 +63,15 @@ def serve_on(
     config: RouterConfig,
     *,
     grace_s: float = GRACE_S,
+    metrics_public: bool = True,
     started: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """The same on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is
     called all along; what it raises ends the server at once."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(make_app(config), listener, grace_s, started, check))
+        app = make_app(config, metrics_public=metrics_public)
+        runner.run(_serve(app, listener, grace_s, started, check))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -161,7 +170,7 @@ async def _serve(
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     try:
-        await app.router.connect()
+        await app.connect()
         server = _Server(settings, lambda: started(base_url(listener)))
         watch = asyncio.create_task(_watch(check, server))
         try:
@@ -175,7 +184,7 @@ async def _serve(
         if not watch.cancelled() and (failure := watch.exception()):
             raise failure
     finally:
-        await app.router.aclose()
+        await app.aclose()
 
 
 async def _watch(check: Callable[[], None], server: _Server) -> None:
