@@ -11,7 +11,7 @@ from .report import Route
 
 _TOKENS = ("kv_recompute_threshold", "local_max_tokens")
 _SECONDS = ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s")
-_COUNTS = ("max_body_bytes", "max_conversations", "max_branches")
+_COUNTS = ("max_body_bytes", "max_conversations", "max_conversations_per_tenant", "max_branches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,9 @@ class RouterConfig:
     connect_timeout_s: float = 5.0
     max_body_bytes: int = 64 * 2**20
     max_conversations: int = 10_000
+    max_conversations_per_tenant: int = 10_000
+    """Of one tenant, where there are tenants: beyond, its own that was silent for longest goes. A router that has
+    `max_conversations` in all drops one of the tenant that has most."""
     max_branches: int = 8
     """Histories that one conversation keeps at a time."""
     max_idle_s: float = 3600.0

@@ -499,9 +499,11 @@ class Turn:
 
     def named(self, answer: str | None) -> Actions:
         """Notes the id of the answer, where later requests may name it."""
-        if answer is None or self.identity is None or not self.facts.api.refers_to_answers:
+        if answer is None or not self.facts.api.refers_to_answers:
             return ()
-        return (NoteResponse(answer, self.identity.conversation),)
+        if self.identity is None:  # a tenant may go on from its own answers only, whatever they belong to
+            return (NoteResponse(answer, "", self.tenant),) if self.tenant else ()
+        return (NoteResponse(answer, self.identity.conversation, self.tenant),)
 
     def _ran_tokens(self, generated: Sequence[int] | None) -> int:
         """Tokens that D ran and has KV of: by their ids or, where those are not known, by its own count."""
@@ -618,6 +620,7 @@ class Turn:
             "turn": 1,
             **self.draft,
             "conversation": self.identity.conversation if self.identity else None,
+            "tenant": self.tenant,
             "model": self.facts.model or None,
             "identity_source": self.identity.source if self.identity else None,
             "parent": self.identity.parent if self.identity else None,
