@@ -96,9 +96,9 @@ class Admission:
     async def _enter(self, tenant: str) -> None:
         if self._has_room:  # then nobody waits
             self.running += 1
-            return
+            return None
         self._make_place(tenant)
-        place = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(place)
         self._queued += 1
         timeout_s = self._limits.queue_timeout_s

@@ -156,7 +156,7 @@ class Router:
     ) -> None:
         self.config = config
         self.client: EngineClient = client or HttpClient(
-            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
+            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key, ca_file=config.engine_ca_file
         )
         self.clock = clock
         self.responses = KnownResponses()
@@ -241,13 +241,15 @@ class Router:
     async def _ask_absent(self) -> None:
         for url, role in list(self._absent.items()):
             try:
-                self.fleet.add(await describe(self.client, url, role))
+                engine = await describe(self.client, url, role)
+                if url in self._absent:  # still wanted
+                    self.fleet.add(engine)
             except Unreachable as error:
                 log.info("still left out: %s engine %s", role, error)
             except ConfigError as error:
                 log.error("left out: %s", error)  # noqa: TRY400
             else:
-                del self._absent[url]
+                self._absent.pop(url, None)
 
     async def add_engine(self, role: Role, url: str) -> Engine:
         """Lets turns go to another engine from now on, or again to one that drains. Raises `ConfigError`."""
@@ -261,6 +263,21 @@ class Router:
         """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
         `ConfigError`."""
         await engine_changes.remove_engine(self, url, within_s=within_s)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Has turns that begin from now on follow `config`. Engines, connections and the ledger stay as they are."""
+        self.config = config
+        if self._pairs is not None:
+            self._pairs.config = config
+
+    def forget_absent(self, url: str) -> bool:
+        """Does not ask an engine any more that has not answered yet. Returns whether there was one."""
+        return self._absent.pop(url, None) is not None
+
+    @property
+    def absent(self) -> Mapping[str, Role]:
+        """Configured engines that have not answered yet."""
+        return dict(self._absent)
 
     def note_added(self, url: str) -> None:
         self._absent.pop(url, None)
