@@ -92,17 +92,17 @@ def test_a_turn_is_one_json_object(as_json: Written) -> None:
 def test_a_turn_is_one_line_of_text(as_text: Written) -> None:
     logs.log_turn(report())
     [line] = as_text.lines
-    assert line.endswith("turn conversation=c1 turn=3 route=cold reason=expired status=200 prefill_ms=12.35 total_ms=0.0 retries=0")
+    assert line.endswith(
+        "turn conversation=c1 turn=3 route=cold reason=expired status=200 prefill_ms=12.35 total_ms=0.0 retries=0"
+    )
 
 
-@pytest.mark.parametrize(
-    "made_up", ["a\nb", "a b", "a=b", 'a"b', "a\u2028b", "\x1b[31m", "a] [b"], ids=ascii
-)
+@pytest.mark.parametrize("made_up", ["a\nb", "a b", "a=b", 'a"b', "a\u2028b", "\x1b[31m", "a] [b"], ids=ascii)
 def test_what_a_client_makes_up_is_one_value_on_one_line(as_text: Written, made_up: str) -> None:
     logs.log_turn(report(conversation=made_up))
     [line] = as_text.lines
     assert line.isprintable()
-    before, _, rest = line.partition(" conversation=")
+    rest = line.partition(" conversation=")[2]
     assert rest[0] == rest[: rest.index(" turn=3")][-1]  # quoted
     assert " turn=3 route=cold" in rest
 

@@ -133,7 +133,10 @@ def test_the_example_can_be_used_and_shows_every_setting_with_its_default() -> N
         ("[server]\ntls_key = 'k'", "[server] tls_key: tls_key=k: a key without a certificate (tls_cert)"),
         ("[limits]\nqueue_timeout_s = 0", "[limits] queue_timeout_s: queue_timeout_s=0: a number of seconds above 0"),
         ("[admin]\nkey = 'short'", "admin_key: at least 16 characters of ASCII, and no spaces"),
-        ("[tenants.a]\nkey = 1", "tenants.a.key: not known; did you mean keys; tenants.a.keys: a list of at least one key"),
+        (
+            "[tenants.a]\nkey = 1",
+            "tenants.a.key: not known; did you mean keys; tenants.a.keys: a list of at least one key",
+        ),
     ],
 )
 def test_errors_name_table_and_key_and_what_to_do(write: Write, text: str, complaint: str) -> None:
@@ -178,7 +181,9 @@ def test_no_error_shows_a_key(write: Write, text: str, environ: dict[str, str]) 
     assert found
 
 
-@pytest.mark.parametrize(("content", "complaint"), [(b"a = ", "not TOML"), (b"\xff", "not UTF-8"), (None, "No such file")])
+@pytest.mark.parametrize(
+    ("content", "complaint"), [(b"a = ", "not TOML"), (b"\xff", "not UTF-8"), (None, "No such file")]
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, complaint: str) -> None:
     file = tmp_path / "backhaul.toml"
     if content is not None:
