@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from . import digests, engine_changes, salts, suspects, wire
+from . import digests, engine_changes, logs, salts, suspects, wire
 from .audit import AuditLine, compare
 from .breakers import Who
 from .config import RouterConfig
@@ -157,7 +157,7 @@ class Router:
     ) -> None:
         self.config = config
         self.client: EngineClient = client or HttpClient(
-            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
+            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key, ca_file=config.engine_ca_file
         )
         self.clock = clock
         self.responses = KnownResponses()
@@ -243,13 +243,15 @@ class Router:
     async def _ask_absent(self) -> None:
         for url, role in list(self._absent.items()):
             try:
-                self.fleet.add(await describe(self.client, url, role))
+                engine = await describe(self.client, url, role)
+                if url in self._absent:  # still wanted
+                    self.fleet.add(engine)
             except Unreachable as error:
                 log.info("still left out: %s engine %s", role, error)
             except ConfigError as error:
                 log.error("left out: %s", error)  # noqa: TRY400
             else:
-                del self._absent[url]
+                self._absent.pop(url, None)
 
     async def add_engine(self, role: Role, url: str) -> Engine:
         """Lets turns go to another engine from now on, or again to one that drains. Raises `ConfigError`."""
@@ -263,6 +265,21 @@ class Router:
         """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
         `ConfigError`."""
         await engine_changes.remove_engine(self, url, within_s=within_s)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Has turns that begin from now on follow `config`. Engines, connections and the ledger stay as they are."""
+        self.config = config
+        if self._pairs is not None:
+            self._pairs.config = config
+
+    def forget_absent(self, url: str) -> bool:
+        """Does not ask an engine any more that has not answered yet. Returns whether there was one."""
+        return self._absent.pop(url, None) is not None
+
+    @property
+    def absent(self) -> Mapping[str, Role]:
+        """Configured engines that have not answered yet."""
+        return dict(self._absent)
 
     def note_added(self, url: str) -> None:
         self._absent.pop(url, None)
@@ -330,6 +347,8 @@ class Router:
             identity = self._by_history(facts, chain, identity, request.tenant)
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, request.tenant, chain)
         turn.deaths = deaths
+        turn.flushes = self.ledger.flushes
+        logs.note(turn)
         run = _Run(
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
         )
@@ -434,8 +453,8 @@ class Router:
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
-        run our connector end all of their leases, other routers' too. Turns that are running now are not covered: pause them
-        first.
+        run our connector end all of their leases, other routers' too. Turns that are running now end as they would, and what they
+        leave is released instead of filed. Turns that begin before the update is done are not covered: flush after it.
 
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
         dropped = self.ledger.flush()
