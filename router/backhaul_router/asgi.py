@@ -41,6 +41,7 @@ from .metrics_page import PATH as METRICS
 from .report import ReuseReport
 from .reports import Recorded, ReportLogs
 from .router import Reply, Request, Router
+from .spans import Tracing
 from .tenants import NO_TENANTS, Tenant, Tenants
 from .wire import Endpoint, api_of
 
@@ -113,6 +114,8 @@ class App:
                 await self.metrics.aclose()
         finally:
             await self.router.aclose()
+            if self.router.tracing is not None:
+                await asyncio.to_thread(self.router.tracing.shutdown)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -420,12 +423,14 @@ def make_app(
     tenants: Tenants = NO_TENANTS,
     *,
     metrics_public: bool = True,
+    tracing: Tracing | None = None,
     audit_every_s: float = AUDIT_EVERY_S,
 ) -> App:
     """An application with a router of its own, which an ASGI server's lifespan connects and closes. With `tenants` every
-    request takes one of their keys. Without `metrics_public` `/metrics` answers to loopback addresses only."""
+    request takes one of their keys. Without `metrics_public` `/metrics` answers to loopback addresses only. `tracing` is shut
+    down with the application."""
     reports = ReportLogs()
-    router = Router(config)
+    router = Router(config, tracing=tracing)
     metrics = MetricsPage(router, public=metrics_public, audit_every_s=audit_every_s)
 
     def record(report: ReuseReport) -> None:

@@ -123,11 +123,19 @@ def _route(engines: Engines, listener: socket.socket, tenants: Tenants) -> None:
     from backhaul_connector import launch
 
     from . import server
+    from .otlp import tracing_from
 
     def started(url: str) -> None:
         print(launch.how_to_reach(engines, url), flush=True)
 
-    server.serve_on(listener, _config_for(engines), started=started, check=engines.check, tenants=tenants)
+    server.serve_on(
+        listener,
+        _config_for(engines),
+        tracing=tracing_from(None),
+        started=started,
+        check=engines.check,
+        tenants=tenants,
+    )
 
 
 def _config_for(engines: Engines) -> RouterConfig:
@@ -165,6 +173,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="/metrics answers to clients on this machine only",
     )
     parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="OpenTelemetry collector for spans of every turn, as http://host:4318 (or OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
+    parser.add_argument(
         "--api-keys",
         type=Path,
         metavar="FILE",
@@ -176,6 +189,7 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _serve(args: argparse.Namespace) -> int:
     from . import serve_options
+    from .otlp import tracing_from
     from .tenants import Tenants
 
     server = _server_module()
@@ -188,6 +202,7 @@ def _serve(args: argparse.Namespace) -> int:
             args.port,
             grace_s=args.grace_s,
             metrics_public=args.metrics_public,
+            tracing=tracing_from(args.otlp_endpoint),
             tenants=tenants,
         )
     except ConfigError as error:

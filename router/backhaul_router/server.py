@@ -24,6 +24,7 @@ from .asgi import App, is_loopback, make_app
 from .config import RouterConfig
 from .errors import ConfigError
 from .http_limits import LimitedHttp
+from .spans import Tracing
 from .tenants import KEYS_VARIABLE, NO_TENANTS, Tenants
 
 log = logging.getLogger("backhaul")
@@ -47,6 +48,7 @@ def serve(
     *,
     grace_s: float = GRACE_S,
     metrics_public: bool = True,
+    tracing: Tracing | None = None,
     tenants: Tenants = NO_TENANTS,
 ) -> None:
     """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one.
@@ -54,7 +56,15 @@ def serve(
     Raises `ConfigError`: the address cannot be used, or the engines cannot."""
     with listen(host, port) as listener:
         started = functools.partial(_say_how_to_reach, asks_for_key=bool(tenants))
-        serve_on(listener, config, grace_s=grace_s, metrics_public=metrics_public, started=started, tenants=tenants)
+        serve_on(
+            listener,
+            config,
+            grace_s=grace_s,
+            metrics_public=metrics_public,
+            tracing=tracing,
+            started=started,
+            tenants=tenants,
+        )
 
 
 def _say_how_to_reach(url: str, *, asks_for_key: bool) -> None:
@@ -67,6 +77,7 @@ def serve_on(
     *,
     grace_s: float = GRACE_S,
     metrics_public: bool = True,
+    tracing: Tracing | None = None,
     started: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
     tenants: Tenants = NO_TENANTS,
@@ -76,7 +87,7 @@ def serve_on(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if not tenants:
             _warn_where_anybody_may_ask(listener)
-        app = make_app(config, tenants, metrics_public=metrics_public)
+        app = make_app(config, tenants, metrics_public=metrics_public, tracing=tracing)
         runner.run(_serve(app, listener, grace_s, started, check))
 
 
