@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ log = logging.getLogger("backhaul")
 ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 SERVICE: Final = "backhaul-router"
 _PATH: Final = "/v1/traces"
+_LAST_SPANS_S: Final = 3.0
+"""At the end, so long is tried to reach a collector that does not answer."""
 
 
 def tracing_from(endpoint: str | None) -> Tracing | None:
@@ -70,5 +73,17 @@ def _tracing_to(url: str | None) -> Tracing:
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: SERVICE}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
-    return TurnTracing(provider, served=True, on_shutdown=provider.shutdown)
+    exporter = OTLPSpanExporter(endpoint=url)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+
+    def shutdown() -> None:
+        giving_up = threading.Timer(
+            _LAST_SPANS_S, exporter.shutdown
+        )  # it ends the exporter's own tries, which take longer
+        giving_up.start()
+        try:
+            provider.shutdown()
+        finally:
+            giving_up.cancel()
+
+    return TurnTracing(provider, served=True, on_shutdown=shutdown)

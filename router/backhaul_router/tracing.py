@@ -24,7 +24,7 @@ from opentelemetry import context, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from .engine_client import EngineFailure, FailureKind
+from .engine_client import EngineFailure
 from .errors import Leg
 from .fleet import Engine, Fleet
 from .report import ReuseReport
@@ -152,7 +152,7 @@ class _TurnSpans:
     @_harmless
     def begin(self, leg: Leg, engine: Engine, headers: dict[str, str]) -> None:
         if self._call is not None and self._call.leg is Leg.DECODE and not self._call.failed:
-            self._failed(FailureKind.ERROR, f"{self._call.engine} did not answer this turn")
+            self._failed("decode_failed", f"{self._call.engine} gave no answer that could be used")
         self._end_call()
         now_ns = time.time_ns()
         attributes = {**_address(engine.url), "backhaul.engine": engine.url}
@@ -223,7 +223,7 @@ class _TurnSpans:
         error = report.error
         call = self._call
         if call is not None and not call.failed and error is not None and error.startswith(f"{call.leg}_"):
-            self._failed(error, f"{call.engine} did not complete its answer")
+            self._failed(error, f"{call.engine} gave no answer that could be used")
         self._end_call()
         span = self._span
         if span.is_recording():

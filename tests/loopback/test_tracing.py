@@ -6,17 +6,19 @@ import asyncio
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from backhaul_connector.loopback import LoopbackPair, loopback_pair
 from backhaul_connector.loopback.clock import CostModel
-from backhaul_router import cli
+from backhaul_router import cli, otlp, tracing
 from backhaul_router.asgi import make_app
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
@@ -33,6 +35,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from router_turns import CHAT, STORY, Cluster, first_turn, opening, run_cluster
 from served import serving
 
+DOCS = Path(__file__).parents[2] / "docs" / "tracing.md"
+SOURCE = Path(str(tracing.__file__))
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CLIENTS = [("traceparent", f"00-{TRACE}-{PARENT}-01"), ("tracestate", "a=b")]
 
@@ -203,6 +207,13 @@ async def test_spans_hold_nothing_of_prompts_answers_and_handles() -> None:
         shown = "".join(span.to_json() for span in kept.all)
         for secret in ("cache keeps the keys", answer.message["content"], cluster.d.engine_id, "remote_block_ids"):
             assert secret not in shown
+
+
+def test_every_attribute_has_its_line_in_the_docs() -> None:
+    page = DOCS.read_text()
+    used = {*re.findall(r'"((?:gen_ai|backhaul|server|http|error)\.[a-z_.]+)"', SOURCE.read_text())}
+    assert used
+    assert not {name for name in used if f"`{name}`" not in page}
 
 
 # --- trace context
@@ -466,8 +477,8 @@ async def test_a_server_that_ends_has_sent_its_spans(
 ) -> None:
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_HEADERS": "api-key=k"}
     with environment(monkeypatch, **variables):
-        tracing = tracing_from(None)
-    app = make_app(RouterConfig(prefill=(pair.prefill.url,), decode=(pair.decode.url,)), tracing=tracing)
+        made = tracing_from(None)
+    app = make_app(RouterConfig(prefill=(pair.prefill.url,), decode=(pair.decode.url,)), tracing=made)
     await app.connect()
     await post(app, pair)
     await app.aclose()
@@ -476,6 +487,18 @@ async def test_a_server_that_ends_has_sent_its_spans(
     assert collector.spans["decode"].parent_span_id == turn.span_id
     assert collector.headers[0]["api-key"] == "k"
     assert collector.service == "backhaul-router"
+
+
+async def test_a_collector_that_is_down_costs_turns_nothing_and_the_end_little(
+    pair: LoopbackPair, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    monkeypatch.setattr(otlp, "_LAST_SPANS_S", 0.05)
+    made = tracing_from(f"http://127.0.0.1:{unused_tcp_port}")
+    app = make_app(RouterConfig(prefill=(pair.prefill.url,), decode=(pair.decode.url,)), tracing=made)
+    await app.connect()
+    await post(app, pair)
+    async with asyncio.timeout(5):  # by itself the exporter would try for longer
+        await app.aclose()
 
 
 @pytest.mark.slow
