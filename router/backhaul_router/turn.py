@@ -13,8 +13,8 @@ Rules that can be seen here:
   the ledger: D confirms what P is about to read, at that moment;
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
 - a request is sent again only when it was refused before it was read, when reading the handle may be what failed, when an
-  engine answered with an error, or when a prefill took too long; after a broken connection never, since the request may be
-  what broke the engine;
+  engine answered with an error, or when a prefill took too long; after a broken connection once, since the request may be
+  what broke the engine (`suspects`);
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
   or released.
@@ -30,7 +30,7 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
-from . import digests, wire
+from . import digests, suspects, wire
 from .config import RouterConfig
 from .effects import (
     Action,
@@ -147,6 +147,8 @@ class Turn:
     """D has the client's own body, and the turn leaves nothing."""
     failed_on: frozenset[str] = frozenset()
     erred: frozenset[Role] = frozenset()
+    deaths: int = 0
+    """Engines that may have died of this request, in earlier turns with it too."""
     """Roles of which an engine answered with an error: one other is tried, not every one."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
@@ -413,14 +415,19 @@ class Turn:
         return (Release(handle.params, via),) if via is not None else ()
 
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
-        """The engine to try after one that failed: where nobody read it, or, once, after an error or a prefill that took
-        too long."""
+        """The engine to try after one that failed: where nobody read it, or, once, after an error, a broken connection or a
+        prefill that took too long."""
         again = kind is FailureKind.ERROR or (kind is FailureKind.TIMEOUT and failed.role is Role.PREFILL)
-        if again and failed.role not in self.erred:
+        if (again or (kind is FailureKind.BROKEN and self.outlives())) and failed.role not in self.erred:
             self.erred |= {failed.role}
         elif kind is not FailureKind.REFUSED:
             return None
         return self.fleet.pick(failed.role, None, self.failed_on | {failed.url})
+
+    def outlives(self) -> bool:
+        """Whether the request may go out again after a connection broke: one engine may have died of it, and no second one."""
+        self.deaths += 1
+        return self.deaths < suspects.MOST
 
     def retry(self) -> None:
         self.draft["retries"] = self.draft.get("retries", 0) + 1
@@ -746,7 +753,7 @@ class Rendering:
                 return turn.placed(now)
             case Answered(400 | 413 | 422):
                 return turn.leave_to_decode(Reason.NO_PROOF, now)
-            case Failed(FailureKind.BROKEN, message):
+            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
                 return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Answered() | Failed():
                 if len(self.engines) > 1:
@@ -786,7 +793,7 @@ class Closing:
                 turn.draft["render_ms"] += (now - self.since) * 1e3
                 turn.continued(self.token_ids, (wire.read_rendered(body) or ()) if status == 200 else (), self.engine)
                 return turn.placed(now)
-            case Failed(FailureKind.BROKEN, message):
+            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
                 return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Failed():
                 turn.continued(self.token_ids, (), self.engine)
