@@ -104,9 +104,8 @@ class TurnTracing:
             attributes["gen_ai.request.model"] = model
         name = f"{operation} {model}" if _serves(turn.fleet, model) else operation
         parent = _HEADERS.extract(headers, context.get_current())
-        return _TurnSpans(
-            self._tracer, turn, self._tracer.start_span(name, parent, kind=self._kind, attributes=attributes)
-        )
+        span = self._tracer.start_span(name, parent, kind=self._kind, attributes=attributes)
+        return _TurnSpans(self._tracer, turn, span, shows_server=self._kind is SpanKind.CLIENT)
 
     def shutdown(self) -> None:
         if self._on_shutdown is not None:
@@ -140,7 +139,9 @@ class _Call:
 
 
 class _TurnSpans:
-    def __init__(self, tracer: trace.Tracer, turn: Turn, span: Span) -> None:
+    def __init__(self, tracer: trace.Tracer, turn: Turn, span: Span, *, shows_server: bool) -> None:
+        """`shows_server`: on a server's own span `server.address` would be its own."""
+        self._shows_server = shows_server
         self._tracer = tracer
         self._turn = turn
         self._span = span
@@ -228,6 +229,8 @@ class _TurnSpans:
         span = self._span
         if span.is_recording():
             span.set_attributes(_of_report(report))
+            if self._shows_server and report.decode_engine is not None:
+                span.set_attributes(_address(report.decode_engine))
             if self._turn.facts.stream and report.first_byte_ms is not None:
                 span.set_attribute("gen_ai.response.time_to_first_chunk", report.first_byte_ms / 1e3)
             if error is not None:
@@ -248,8 +251,6 @@ def _of_report(report: ReuseReport) -> dict[str, Value]:
                 out[name] = str(value)[:_MAX_NAME]
         elif isinstance(value, bool | int | float):
             out[name] = value
-    if report.decode_engine is not None:
-        out |= _address(report.decode_engine)
     return out
 
 

@@ -141,6 +141,7 @@ async def test_a_turn_says_what_its_report_says() -> None:
         assert (turn["backhaul.route"], turn["backhaul.proof"]) == (Route.WARM, Proof.TOKENS)
         assert (turn["backhaul.turn"], turn["backhaul.offered"]) == (2, report.offered)
         assert turn["backhaul.decode_engine"] == cluster.d.url
+        assert turn["server.port"] == cluster.d.config.port
         assert "backhaul.reason" not in turn
         assert "backhaul.read_ms" not in turn, "a stock engine does not tell"
         assert not kept.named("read")
@@ -484,6 +485,7 @@ async def test_a_server_that_ends_has_sent_its_spans(
     await app.aclose()
     turn = collector.spans[f"chat {pair.model}"]
     assert turn.kind == SpanKind.SERVER.value + 1  # OTLP counts from 1
+    assert "server.address" not in {attribute.key for attribute in turn.attributes}
     assert collector.spans["decode"].parent_span_id == turn.span_id
     assert collector.headers[0]["api-key"] == "k"
     assert collector.service == "backhaul-router"
