@@ -26,6 +26,10 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "log_format": ("", "what its log looks like"),
     "log_turns": ("", "whether the log has a line for each turn"),
     "metrics_public": ("", "whether /metrics answers to clients on other machines"),
+    "otlp_endpoint": (
+        "URL",
+        "OpenTelemetry collector for spans of every turn, as http://host:4318 (or OTEL_EXPORTER_OTLP_ENDPOINT)",
+    ),
     "api_keys": (
         "FILE",
         "TOML with [tenants.NAME] keys = [...]: who may ask (or BACKHAUL_API_KEYS=name=key,...; default: everybody)",
