@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from . import digests
 from .config import RouterConfig
 from .fleet import Engine, Fleet, Role
 from .ledger import Branch, Taken
-from .report import Proof, Reason, Route
+from .load import MARGIN, MARGIN_MS
+from .report import Basis, Proof, Reason, Route
+
+LOCAL_REACH = 16
+"""By so much may measured rates exceed `local_max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,13 @@ class Placement:
     proof: Proof | None = None
     blocks: int = 0
     """Leading blocks of the handle to read, when the turn is `warm`."""
+    computes: int = 0
+    """Estimate of the tokens that the first engine will compute."""
+    basis: Basis | None = None
+    estimates: Mapping[Route, float] = field(default_factory=dict)
+    """Milliseconds to the first byte."""
+    instead_of: Route | None = None
+    """What the thresholds say, where the estimates say otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,7 @@ def place(
     force: Route | None = None,
     without: frozenset[str] = frozenset(),
 ) -> Placement | NoEngine:
-    """The route of a turn, by thresholds.
+    """The route of a turn: by thresholds, unless what was measured says that another one is clearly faster.
 
     `warm` where the ledger has a usable handle that P can check by its digests, or whose leading blocks are proven to be the
     prompt's, of at least `kv_recompute_threshold` tokens. `local` where D has the history and the suffix that it lacks is at
@@ -92,18 +104,98 @@ def place(
     offer = _offer(prompt, taken, prefill, fleet, config, no_proof)
     has_history = branch is not None and branch.decode == decode.url
     local = Placement(Route.LOCAL, decode, reason=offer.reason, proof=Proof.ENGINE)
+    if branch is not None and has_history:
+        local = replace(local, computes=_uncached(prompt, branch))
     if force is Route.LOCAL and has_history:
-        return local
-    short = has_history and branch is not None and _uncached(prompt, branch) <= config.local_max_tokens
-    if force is None and short and _history_is_safe(taken, offer):
-        return Placement(Route.LOCAL, decode, proof=Proof.ENGINE)
+        return replace(local, basis=Basis.FORCED)
+    is_safe = has_history and _history_is_safe(taken, offer)
+    local = replace(local, reason=None)
     if prefill is None:
-        return NoEngine(Role.PREFILL)
+        fits = force is None and is_safe and local.computes <= config.local_max_tokens
+        return replace(local, basis=Basis.THRESHOLDS) if fits else NoEngine(Role.PREFILL)
     if offer.reason is None and held is not None and prefill.url in fleet.unsafe_for(held.decode):
         offer = _Offer(Reason.UNSAFE_PAIR)
-    if offer.reason is None and force is not Route.COLD:
-        return Placement(Route.WARM, decode, prefill, proof=offer.proof, blocks=offer.blocks)
-    return Placement(Route.COLD, decode, prefill, reason=offer.reason or Reason.REUSE_OFF)
+    total = _length(prompt, branch)
+    cold = Placement(Route.COLD, decode, prefill, reason=offer.reason or Reason.REUSE_OFF, computes=total)
+    if branch is not None and branch.prefill == prefill.url:
+        cold = replace(cold, computes=max(1, total - branch.tokens))  # most of it is in its own cache, if it has one
+    legal = [cold]
+    if offer.reason is None:
+        read = offer.blocks * prompt.block_size if offer.proof is Proof.TOKENS or held is None else held.tokens
+        computes = max(1, total - read)
+        legal.append(Placement(Route.WARM, decode, prefill, proof=offer.proof, blocks=offer.blocks, computes=computes))
+    if force is not None:
+        wanted = legal[0] if force is Route.COLD else legal[-1]
+        return replace(wanted, basis=Basis.FORCED)
+    if is_safe and local.computes <= _local_limit(decode, fleet, config):
+        legal.append(local)
+    by_rule = legal[-1]
+    if by_rule is local and local.computes > config.local_max_tokens:
+        by_rule = legal[-2]
+    return _cheapest(by_rule, legal, total, fleet)
+
+
+def _local_limit(decode: Engine, fleet: Fleet, config: RouterConfig) -> int:
+    """Tokens up to which a turn may run on D alone, if that is measured to be faster. A stock D leaves no handle behind such a
+    turn, so what it computes is lost to the turns that follow: there the configured threshold stays."""
+    if decode.connector is None:
+        return config.local_max_tokens
+    measured = min(LOCAL_REACH * config.local_max_tokens, fleet.costs.local_reach(decode.url))
+    return max(config.local_max_tokens, measured)
+
+
+def _cheapest(by_rule: Placement, legal: list[Placement], total: int, fleet: Fleet) -> Placement:
+    """The rule's placement, or one that is estimated to be clearly faster."""
+    if len(legal) == 1:
+        return by_rule
+    estimates = {one.route: ms for one in legal if (ms := _estimate(one, total, fleet)) is not None}
+    found = replace(by_rule, basis=Basis.THRESHOLDS, estimates=estimates)
+    usual = estimates.get(by_rule.route)
+    if usual is None or len(estimates) == 1:
+        return found
+    best = min(legal, key=lambda one: estimates.get(one.route, usual))
+    if not usual > estimates.get(best.route, usual) * (1 + MARGIN) + MARGIN_MS:
+        return found
+    if fleet.costs.overdue(first_engine(by_rule).url, by_rule.route):
+        return replace(found, basis=Basis.MEASURING)
+    reason = Reason.SLOWER if best.route is Route.COLD else None
+    return replace(best, reason=reason, basis=Basis.ESTIMATES, estimates=estimates, instead_of=by_rule.route)
+
+
+def first_engine(placement: Placement) -> Engine:
+    """The one that computes the prompt's new tokens."""
+    return placement.prefill or placement.decode
+
+
+def _estimate(placement: Placement, total: int, fleet: Fleet) -> float | None:
+    """Milliseconds from here to the first byte; `None` where a step has not been measured."""
+    costs, new = fleet.costs, placement.computes
+    if placement.prefill is None:
+        return costs.local(placement.decode.url, new)
+    computed = new if placement.route is Route.WARM else total
+    computing = costs.compute(placement.prefill.url, computed)
+    reading = costs.read(placement.prefill.url, total - new) if placement.route is Route.WARM else 0.0
+    if computing is None or reading is None:
+        return None
+    return fleet.queue_ms(placement.prefill) + reading + computing + costs.handoff(placement.decode.url, computed)
+
+
+def why_moved(placement: Placement, branch: Branch | None, fleet: Fleet, failed_on: frozenset[str]) -> dict[str, str]:
+    """The engines of the turn before that this one leaves, by URL, with the reason (`ReuseReport.moved`)."""
+    if branch is None:
+        return {}
+    moved = {}
+    for before, now in ((branch.prefill, placement.prefill), (branch.decode, placement.decode)):
+        if before is None or now is None or before == now.url:
+            continue
+        if before in failed_on:
+            why = "failed"
+        elif fleet.get(before) is None:
+            why = "gone"
+        else:
+            why = "full" if fleet.load.is_full(before) else "busy"
+        moved[before] = f"{now.role}:{why}"
+    return moved
 
 
 def needs_ids(taken: Taken, fleet: Fleet) -> bool:
@@ -119,14 +211,15 @@ def needs_ids(taken: Taken, fleet: Fleet) -> bool:
 def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | None:
     """The P that computed the last turn, unless it cannot read what D holds; else, of those that can, one that checks the
     handle by itself."""
-    preferred = taken.branch.prefill if taken.branch else None
-    if taken.held is None:
-        return fleet.pick(Role.PREFILL, preferred, without)
-    able = without | fleet.unsafe_for(taken.held.decode)
-    verifying = taken.held.handle.digests
-    return fleet.pick(Role.PREFILL, preferred, able, verifying=verifying) or fleet.pick(
-        Role.PREFILL, preferred, without
-    )
+    branch, held = taken.branch, taken.held
+    if branch is None:
+        return fleet.pick(Role.PREFILL, None, without)
+    moving_ms = fleet.costs.moving_ms(branch.prefill or "", branch.tokens, readable=held is not None)
+    if held is None:
+        return fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
+    able = without | fleet.unsafe_for(held.decode)
+    found = fleet.pick(Role.PREFILL, branch.prefill, able, verifying=held.handle.digests, moving_ms=moving_ms)
+    return found or fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
 
 
 def _offer(
@@ -154,6 +247,17 @@ def _offer(
         whole = blocks == kept or taken.diverged_at is None
         return _Offer(Reason.BELOW_THRESHOLD if whole else Reason.DIVERGED)
     return _Offer(proof=Proof.TOKENS, blocks=blocks)
+
+
+def _length(prompt: Prompt, branch: Branch | None) -> int:
+    """Tokens of the prompt: exact where they are known, else estimated from its bytes, and those per token of the history."""
+    if prompt.tokens is not None:
+        return prompt.tokens
+    if branch is None or not branch.prompt_tokens:
+        return max(1, round(prompt.message_bytes / 4.0))
+    per_token = branch.message_bytes / branch.prompt_tokens
+    grown = (prompt.message_bytes - branch.message_bytes) / max(per_token, 0.1)
+    return max(1, branch.prompt_tokens + round(grown))
 
 
 def _uncached(prompt: Prompt, branch: Branch) -> int:

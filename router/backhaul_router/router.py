@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
 from collections import deque
@@ -44,7 +45,7 @@ from .effects import (
     Took,
 )
 from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
-from .errors import ConfigError, error_event
+from .errors import ConfigError, Leg, error_event
 from .fleet import Engine, Fleet, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
@@ -52,6 +53,7 @@ from .identity import HEADERS, Identity, IdentityError, identify, with_parent
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key, MemoryLedger
+from .load_polling import LoadPolling
 from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe
@@ -144,8 +146,12 @@ class Router:
         client: EngineClient | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_report: Callable[[ReuseReport], None] | None = None,
+        seed: int | None = None,
     ) -> None:
+        """A router draws lots between engines that are equal, lest all routers begin with the same one; `seed` fixes how they
+        fall, and with 0 the first one is taken."""
         self.config = config
+        self._seed = random.randrange(1, 2**32) if seed is None else seed
         self.client: EngineClient = client or HttpClient(
             connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
         )
@@ -159,6 +165,7 @@ class Router:
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
         self._pairs: PairChecks | None = None
+        self._polling: LoadPolling | None = None
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -201,7 +208,8 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found)
+            self._fleet = Fleet(found, self._seed)
+            self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
             self._absent = {url: wanted[url] for url in absent}
@@ -275,6 +283,8 @@ class Router:
         self._end(self.ledger.sweep(now))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
+        if self._polling is not None and self._polling.due(now):
+            self._spawn(self._polling.poll(now))
         chain = digests.chain(facts.parts)
         if identity is None or identity.by_history:
             identity = self._by_history(facts, chain, identity)
@@ -622,15 +632,16 @@ class _Run:
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()
-            case Call(_, engine, path, body, timeout_s):
+            case Call(leg, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
-                self._router.fleet.begin(engine)
+                tokens = self._turn.computes if leg is Leg.PREFILL else 0
+                self._router.fleet.begin(engine, tokens)
                 try:
                     answer = await self._router.client.call(call)
                 except EngineFailure as failure:
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
-                    self._router.fleet.end(engine)
+                    self._router.fleet.end(engine, tokens)
                 return Answered(answer.status, answer.headers, answer.body)
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
