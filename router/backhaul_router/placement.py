@@ -190,8 +190,10 @@ def why_moved(placement: Placement, branch: Branch | None, fleet: Fleet, failed_
             continue
         if before in failed_on:
             why = "failed"
-        elif fleet.get(before) is None:
+        elif (engine := fleet.get(before)) is None:
             why = "gone"
+        elif not fleet.available(engine):
+            why = "unavailable"
         else:
             why = "full" if fleet.load.is_full(before) else "busy"
         moved[before] = f"{now.role}:{why}"
@@ -219,7 +221,9 @@ def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | No
         return fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
     able = without | fleet.unsafe_for(held.decode)
     found = fleet.pick(Role.PREFILL, branch.prefill, able, verifying=held.handle.digests, moving_ms=moving_ms)
-    return found or fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
+    if found is not None and fleet.available(found):
+        return found
+    return fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
 
 
 def _offer(

@@ -92,6 +92,8 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     conversation: str | None
     """The conversation's id; `None` when the request named none."""
+    tenant: str = ""
+    """Whose conversation it is, by the name of its API keys; empty where there are none."""
     turn: int
     """Counts the conversation's turns as they begin, from 1."""
     model: str | None = None
@@ -110,8 +112,8 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds to the first byte, rendering aside, that the routes were estimated at which the turn could take, where the
     engines have been measured. `None` before that."""
     moved: str | None = None
-    """Why the turn left an engine of the turn before: its role and `full`, `busy`, `failed` or `gone`, such as
-    `decode:full`; both, with a comma between, where it left both."""
+    """Why the turn left an engine of the turn before: its role and `full`, `busy`, `failed` (in this turn),
+    `unavailable` (it drains, or fails) or `gone`, such as `decode:full`; both, with a comma between, where it left both."""
     parent: str | None = None
     """The conversation that this one is a child of, as a sub-agent's is."""
     diverged_at: int | None = None

@@ -64,9 +64,9 @@ async def test_conversations_are_spread_though_they_never_overlap() -> None:
         prefills = [report.prefill_engine for report in cluster.reports]
         assert [decodes.count(engine.url) for engine in cluster.decode] == [2, 2, 2]
         assert [prefills.count(engine.url) for engine in cluster.prefill] == [3, 3]
-        await cluster.router.end_conversation("0")
+        await cluster.router.end_conversation("2")
         await cluster.ask({"messages": opening()}, conversation="new")
-        assert cluster.reports[-1].decode_engine == decodes[0]
+        assert cluster.reports[-1].decode_engine == decodes[2]
 
 
 async def test_forks_without_the_handle_run_where_their_parents_prefix_is() -> None:
