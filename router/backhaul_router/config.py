@@ -41,6 +41,8 @@ class RouterConfig:
     local_max_tokens: int = 64
     """A turn whose uncached suffix on D is at most this long runs there alone. Where D runs our connector and measured rates
     say that it is clearly faster, a longer one does too, up to sixteen times this. 0 switches `local` off."""
+    place_by_cost: bool = True
+    """False: the thresholds alone choose the route, whatever was measured."""
     load_interval_s: float = 2.0
     """How often engines are asked for their load while turns come, where a role has several; 0 never asks, and turns are
     placed by what this router itself runs there."""

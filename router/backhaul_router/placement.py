@@ -132,26 +132,26 @@ def place(
     by_rule = legal[-1]
     if by_rule is local and local.computes > config.local_max_tokens:
         by_rule = legal[-2]
-    return _cheapest(by_rule, legal, total, fleet)
+    return _cheapest(by_rule, legal, total, fleet, may_overrule=config.place_by_cost)
 
 
 def _local_limit(decode: Engine, fleet: Fleet, config: RouterConfig) -> int:
     """Tokens up to which a turn may run on D alone, if that is measured to be faster. A stock D leaves no handle behind such a
     turn, so what it computes is lost to the turns that follow: there the configured threshold stays."""
-    if decode.connector is None:
+    if decode.connector is None or not config.place_by_cost:
         return config.local_max_tokens
     measured = min(LOCAL_REACH * config.local_max_tokens, fleet.costs.local_reach(decode.url))
     return max(config.local_max_tokens, measured)
 
 
-def _cheapest(by_rule: Placement, legal: list[Placement], total: int, fleet: Fleet) -> Placement:
+def _cheapest(by_rule: Placement, legal: list[Placement], total: int, fleet: Fleet, *, may_overrule: bool) -> Placement:
     """The rule's placement, or one that is estimated to be clearly faster."""
     if len(legal) == 1:
         return by_rule
     estimates = {one.route: ms for one in legal if (ms := _estimate(one, total, fleet)) is not None}
     found = replace(by_rule, basis=Basis.THRESHOLDS, estimates=estimates)
     usual = estimates.get(by_rule.route)
-    if usual is None or len(estimates) == 1:
+    if usual is None or len(estimates) == 1 or not may_overrule:
         return found
     best = min(legal, key=lambda one: estimates.get(one.route, usual))
     if not usual > estimates.get(best.route, usual) * (1 + MARGIN) + MARGIN_MS:

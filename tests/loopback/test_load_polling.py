@@ -69,6 +69,22 @@ async def test_conversations_are_spread_though_they_never_overlap() -> None:
         assert cluster.reports[-1].decode_engine == decodes[2]
 
 
+async def test_turns_teach_what_they_cost_and_reports_tell() -> None:
+    async with run_cluster(p={"prefix_caching": False}, local_max_tokens=64) as cluster:
+        for name in range(12):
+            messages = await first_turn(cluster, {"stream": False}, conversation=str(name))
+            await cluster.exact({"messages": messages, "stream": True}, conversation=str(name))
+        first, *_, last = cluster.reports
+        assert (first.decided_by, first.estimates) == (None, None)
+        assert (last.route, last.decided_by) == ("warm", "thresholds")
+        assert last.estimates is not None
+        assert sorted(last.estimates) == ["cold", "warm"]
+        assert all(0 < ms < 10_000 for ms in last.estimates.values())
+        fleet = cluster.router.fleet
+        assert fleet.load.tokens(cluster.p.url) == 0
+        assert fleet.costs.handoff(cluster.d.url, 100) > 0
+
+
 async def test_forks_without_the_handle_run_where_their_parents_prefix_is() -> None:
     async with run_cluster(prefill=2, decode=2) as cluster:
         messages = await first_turn(cluster)

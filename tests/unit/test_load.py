@@ -215,6 +215,28 @@ def test_only_some_leave_between_two_readings() -> None:
         on.note_gauges(engine(D1), FULL, 0.0)
 
 
+@pytest.mark.parametrize(("conversations", "moves"), [(40, range(16, 24)), (60, range(36))])
+def test_a_fleet_comes_to_rest(conversations: int, moves: range) -> None:
+    """All began on one engine, which holds 24 of them: it thrashes while the other is idle. Where both hold all of them, they
+    spread; where both together cannot, they stay at last."""
+    on, made = fleet(P1, D1, D2), 0
+    homes = dict.fromkeys(map(str, range(conversations)), engine(D1))
+    for step in range(30):
+        live = Counter(home.url for home in homes.values())
+        for one in on.decode:
+            on.note_gauges(one, Gauges(4, 0, min(1.0, live[one.url] / 24)), float(step))
+        before = made
+        for name, home in homes.items():
+            if (to := pick(on, home=home.url)) != home:
+                on.note_left(home.url)
+                made += 1
+            on.note_placed(("", name), to, None, float(step))
+            homes[name] = to
+    assert made == before, "still moving"
+    assert made in moves
+    assert abs(live[D1] - live[D2]) <= 12
+
+
 @pytest.mark.parametrize(
     ("then", "full"),
     [(Gauges(4, 0, 0.9), True), (Gauges(4, 8, 0.5), True), (Gauges(4, 2, 0.85), False), (IDLE, False)],

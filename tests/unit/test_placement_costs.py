@@ -122,6 +122,14 @@ def test_a_route_that_was_passed_over_for_long_is_measured_again() -> None:
     assert routes == [*[Route.COLD] * 16, Route.WARM, Route.COLD]
 
 
+def test_costs_that_are_switched_off_are_told_and_decide_nothing() -> None:
+    found = placed(500, on=teach(fleet(), read=0.5), place_by_cost=False)
+    assert found.estimates[Route.WARM] > 2 * found.estimates[Route.COLD]
+    assert (found.route, found.basis) == (Route.WARM, Basis.THRESHOLDS)
+    on = teach(ours(), compute=0.5, local=0.05)
+    assert placed(400, checked(), on, place_by_cost=False).route is Route.WARM
+
+
 # --- local ---------------------------------------------------------------------------------------------------------------
 
 
