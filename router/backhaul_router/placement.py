@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from . import digests
 from .config import RouterConfig
@@ -103,36 +103,42 @@ def place(
     prefill = _prefill(taken, fleet, without)
     offer = _offer(prompt, taken, prefill, fleet, config, no_proof)
     has_history = branch is not None and branch.decode == decode.url
-    local = Placement(Route.LOCAL, decode, reason=offer.reason, proof=Proof.ENGINE)
-    if branch is not None and has_history:
-        local = replace(local, computes=_uncached(prompt, branch))
+    lacking = _uncached(prompt, branch) if branch is not None and has_history else 0
     if force is Route.LOCAL and has_history:
-        return replace(local, basis=Basis.FORCED)
-    is_safe = has_history and _history_is_safe(taken, offer)
-    local = replace(local, reason=None)
+        return Placement(Route.LOCAL, decode, None, offer.reason, Proof.ENGINE, computes=lacking, basis=Basis.FORCED)
+    may_be_local = force is None and has_history and _history_is_safe(taken, offer)
+    short = may_be_local and lacking <= config.local_max_tokens
     if prefill is None:
-        fits = force is None and is_safe and local.computes <= config.local_max_tokens
-        return replace(local, basis=Basis.THRESHOLDS) if fits else NoEngine(Role.PREFILL)
+        if not short:
+            return NoEngine(Role.PREFILL)
+        return Placement(Route.LOCAL, decode, proof=Proof.ENGINE, computes=lacking, basis=Basis.THRESHOLDS)
     if offer.reason is None and held is not None and prefill.url in fleet.unsafe_for(held.decode):
         offer = _Offer(Reason.UNSAFE_PAIR)
     total = _length(prompt, branch)
-    cold = Placement(Route.COLD, decode, prefill, reason=offer.reason or Reason.REUSE_OFF, computes=total)
-    if branch is not None and branch.prefill == prefill.url:
-        cold = replace(cold, computes=max(1, total - branch.tokens))  # most of it is in its own cache, if it has one
-    legal = [cold]
+    computes = {Route.COLD: total}
     if offer.reason is None:
         read = offer.blocks * prompt.block_size if offer.proof is Proof.TOKENS or held is None else held.tokens
-        computes = max(1, total - read)
-        legal.append(Placement(Route.WARM, decode, prefill, proof=offer.proof, blocks=offer.blocks, computes=computes))
+        computes[Route.WARM] = max(1, total - read)
+    if may_be_local and (short or lacking <= _local_limit(decode, fleet, config)):
+        computes[Route.LOCAL] = lacking
+    by_rule = Route.WARM if offer.reason is None and force is not Route.COLD else Route.COLD
     if force is not None:
-        wanted = legal[0] if force is Route.COLD else legal[-1]
-        return replace(wanted, basis=Basis.FORCED)
-    if is_safe and local.computes <= _local_limit(decode, fleet, config):
-        legal.append(local)
-    by_rule = legal[-1]
-    if by_rule is local and local.computes > config.local_max_tokens:
-        by_rule = legal[-2]
-    return _cheapest(by_rule, legal, total, fleet, may_overrule=config.place_by_cost)
+        choice = _Choice(by_rule, Basis.FORCED)
+    else:
+        choice = _choose(Route.LOCAL if short else by_rule, computes, decode, prefill, fleet, config.place_by_cost)
+    basis, estimates, instead_of = choice.basis, choice.estimates, choice.instead_of
+    match choice.route:
+        case Route.LOCAL:
+            return Placement(Route.LOCAL, decode, None, None, Proof.ENGINE, 0, lacking, basis, estimates, instead_of)
+        case Route.WARM:
+            new = computes[Route.WARM]
+            return Placement(
+                Route.WARM, decode, prefill, None, offer.proof, offer.blocks, new, basis, estimates, instead_of
+            )
+    reason = offer.reason or (Reason.SLOWER if choice.basis is Basis.ESTIMATES else Reason.REUSE_OFF)
+    # most of it is in its own cache, where P had the last turn and has a cache
+    new = total if branch is None or branch.prefill != prefill.url else max(1, total - branch.tokens)
+    return Placement(Route.COLD, decode, prefill, reason, None, 0, new, basis, estimates, instead_of)
 
 
 def _local_limit(decode: Engine, fleet: Fleet, config: RouterConfig) -> int:
@@ -144,40 +150,55 @@ def _local_limit(decode: Engine, fleet: Fleet, config: RouterConfig) -> int:
     return max(config.local_max_tokens, measured)
 
 
-def _cheapest(by_rule: Placement, legal: list[Placement], total: int, fleet: Fleet, *, may_overrule: bool) -> Placement:
-    """The rule's placement, or one that is estimated to be clearly faster."""
-    if len(legal) == 1:
-        return by_rule
-    estimates = {one.route: ms for one in legal if (ms := _estimate(one, total, fleet)) is not None}
-    found = replace(by_rule, basis=Basis.THRESHOLDS, estimates=estimates)
-    usual = estimates.get(by_rule.route)
-    if usual is None or len(estimates) == 1 or not may_overrule:
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    route: Route
+    basis: Basis | None
+    estimates: Mapping[Route, float] = field(default_factory=dict)
+    instead_of: Route | None = None
+
+
+def _choose(
+    by_rule: Route, computes: Mapping[Route, int], decode: Engine, prefill: Engine, fleet: Fleet, by_cost: bool
+) -> _Choice:
+    """The rule's route, or one that is estimated to be clearly faster. `computes` has the routes that are possible, with the
+    tokens that are computed there."""
+    if len(computes) == 1:
+        return _Choice(by_rule, None)
+    estimates = _estimates(computes, decode, prefill, fleet)
+    usual = estimates.get(by_rule)
+    if usual is None or len(estimates) == 1 or not by_cost:
+        return _Choice(by_rule, Basis.THRESHOLDS, estimates)
+    best = min(estimates, key=lambda route: estimates[route])
+    if not usual > estimates[best] * (1 + MARGIN) + MARGIN_MS:
+        return _Choice(by_rule, Basis.THRESHOLDS, estimates)
+    first = decode if by_rule is Route.LOCAL else prefill
+    if fleet.costs.overdue(first.url, by_rule):
+        return _Choice(by_rule, Basis.MEASURING, estimates)
+    return _Choice(best, Basis.ESTIMATES, estimates, by_rule)
+
+
+def _estimates(computes: Mapping[Route, int], decode: Engine, prefill: Engine, fleet: Fleet) -> dict[Route, float]:
+    """Milliseconds to the first byte, of the routes of which every step has been measured."""
+    costs, found = fleet.costs, dict[Route, float]()
+    lacking = computes.get(Route.LOCAL)
+    if lacking is not None and (ms := costs.local(decode.url, lacking)) is not None:
+        found[Route.LOCAL] = ms
+    total, new = computes[Route.COLD], computes.get(Route.WARM)
+    if (computing := costs.compute(prefill.url, total)) is None:
         return found
-    best = min(legal, key=lambda one: estimates.get(one.route, usual))
-    if not usual > estimates.get(best.route, usual) * (1 + MARGIN) + MARGIN_MS:
-        return found
-    if fleet.costs.overdue(first_engine(by_rule).url, by_rule.route):
-        return replace(found, basis=Basis.MEASURING)
-    reason = Reason.SLOWER if best.route is Route.COLD else None
-    return replace(best, reason=reason, basis=Basis.ESTIMATES, estimates=estimates, instead_of=by_rule.route)
+    queue_ms = fleet.queue_ms(prefill)
+    found[Route.COLD] = queue_ms + computing + costs.handoff(decode.url, total)
+    if new is not None:
+        computing, reading = costs.compute(prefill.url, new), costs.read(prefill.url, total - new)
+        if computing is not None and reading is not None:
+            found[Route.WARM] = queue_ms + reading + computing + costs.handoff(decode.url, new)
+    return found
 
 
 def first_engine(placement: Placement) -> Engine:
     """The one that computes the prompt's new tokens."""
     return placement.prefill or placement.decode
-
-
-def _estimate(placement: Placement, total: int, fleet: Fleet) -> float | None:
-    """Milliseconds from here to the first byte; `None` where a step has not been measured."""
-    costs, new = fleet.costs, placement.computes
-    if placement.prefill is None:
-        return costs.local(placement.decode.url, new)
-    computed = new if placement.route is Route.WARM else total
-    computing = costs.compute(placement.prefill.url, computed)
-    reading = costs.read(placement.prefill.url, total - new) if placement.route is Route.WARM else 0.0
-    if computing is None or reading is None:
-        return None
-    return fleet.queue_ms(placement.prefill) + reading + computing + costs.handoff(placement.decode.url, computed)
 
 
 def why_moved(placement: Placement, branch: Branch | None, fleet: Fleet, failed_on: frozenset[str]) -> dict[str, str]:
