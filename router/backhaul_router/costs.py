@@ -51,7 +51,7 @@ class Line:
     def add(self, tokens: int, ms: float) -> None:
         self._samples.append((tokens, max(ms, 0.0)))
         self._seen += 1
-        if self._seen <= _KEPT // 3 or self._seen % 4 == 0:
+        if self._seen <= _KEPT // 3 or self._seen % 8 == 0:
             self._fit()
 
     def ms(self, tokens: int) -> float | None:

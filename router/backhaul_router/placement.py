@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import digests
 from .config import RouterConfig
@@ -50,7 +51,7 @@ class Placement:
     computes: int = 0
     """Estimate of the tokens that the first engine will compute."""
     basis: Basis | None = None
-    estimates: Mapping[Route, float] = field(default_factory=dict)
+    estimates: Mapping[Route, float] | None = None
     """Milliseconds to the first byte."""
     instead_of: Route | None = None
     """What the thresholds say, where the estimates say otherwise."""
@@ -150,11 +151,10 @@ def _local_limit(decode: Engine, fleet: Fleet, config: RouterConfig) -> int:
     return max(config.local_max_tokens, measured)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     route: Route
     basis: Basis | None
-    estimates: Mapping[Route, float] = field(default_factory=dict)
+    estimates: Mapping[Route, float] | None = None
     instead_of: Route | None = None
 
 
@@ -169,7 +169,7 @@ def _choose(
     usual = estimates.get(by_rule)
     if usual is None or len(estimates) == 1 or not by_cost:
         return _Choice(by_rule, Basis.THRESHOLDS, estimates)
-    best = min(estimates, key=lambda route: estimates[route])
+    best = min(estimates, key=estimates.__getitem__)
     if not usual > estimates[best] * (1 + MARGIN) + MARGIN_MS:
         return _Choice(by_rule, Basis.THRESHOLDS, estimates)
     first = decode if by_rule is Route.LOCAL else prefill
