@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from . import digests
 from .config import RouterConfig
@@ -17,8 +18,7 @@ LOCAL_REACH = 16
 """By so much may measured rates exceed `local_max_tokens`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What is known of a turn's prompt when it is placed."""
 
     message_bytes: int
@@ -36,8 +36,7 @@ class Prompt:
         return self.tokens is not None and self.block_size > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """A route with its engines, and why."""
 
     route: Route
@@ -57,8 +56,7 @@ class Placement:
     """What the thresholds say, where the estimates say otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoEngine:
+class NoEngine(msgspec.Struct, frozen=True):
     """Every engine of a role is excluded."""
 
     role: Role
@@ -72,8 +70,7 @@ def reusable_blocks(prompt: Prompt, branch: Branch, held_tokens: int) -> int:
     return min(digests.common(prompt.blocks, branch.blocks), limit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(msgspec.Struct, frozen=True):
     """What P may read, or the reason why nothing."""
 
     reason: Reason | None = None
