@@ -169,7 +169,8 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
             known[key] = value
         else:
             alone = alone or key
-    alone = alone or next((key for key in members if key in api.alone and is_set(members[key])), None)
+    if alone is None and not api.alone.isdisjoint(members):
+        alone = next((key for key in members if key in api.alone and is_set(members[key])), None)
     for key in api.positive:
         if (number := known.get(key)) is not None and number < 1:
             alone = alone or key
@@ -196,9 +197,10 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
 
 def _ids(members: Members) -> dict[str, object]:
     ids: dict[str, object] = {key: value_of(members[key]) for key in _IDS if key in members}
-    metadata = value_of(members.get("metadata", NULL))
-    if isinstance(metadata, dict) and "user_id" in metadata:
-        ids[_USER] = metadata["user_id"]
+    if "metadata" in members:
+        metadata = value_of(members["metadata"])
+        if isinstance(metadata, dict) and "user_id" in metadata:
+            ids[_USER] = metadata["user_id"]
     return ids
 
 
@@ -362,6 +364,7 @@ def release_body(handle: bytes) -> bytes:
 # --- handles -------------------------------------------------------------------------------------------------------------
 
 _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_REQUIRED_KEYS: Final = frozenset(_REQUIRED)
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -389,9 +392,12 @@ class Handle(msgspec.Struct, frozen=True):
     """D's: it cannot be cut, since a sliding window has left blocks behind. Only a P of ours can tell what it is good for."""
 
 
+_RANK: Final = re.compile(r"_dp\d+$")
+
+
 def process_of(engine_id: str) -> str:
     """What an engine's restart changes: the id without the data-parallel rank (vLLM's v1/engine/core.py)."""
-    return re.sub(r"_dp\d+$", "", engine_id)
+    return _RANK.sub("", engine_id) if "_dp" in engine_id else engine_id
 
 
 class _Params(msgspec.Struct):
@@ -429,7 +435,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
     members = decode_members(raw)
     said = extension.read(members.pop(EXTENSION, None))
     nothing = Params(None, said.token_ids, said.account)
-    if not all(key in members for key in _REQUIRED):
+    if not members.keys() >= _REQUIRED_KEYS:
         return nothing
     kept = join(members)
     params = _decode_params(kept)
