@@ -279,6 +279,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_bench_exact(kinds)
     _add_bench_retokenise(kinds)
     _add_bench_exact_histories(kinds)
+    _add_bench_scale(kinds)
     _add_bench_digests(kinds)
     _add_bench_idle(kinds)
 
@@ -376,6 +377,37 @@ def _bench_client(args: argparse.Namespace) -> int:
     if min(options.messages) < 1:
         raise CommandError("--messages: 1 or more")
     return client.main(options)
+
+
+def _add_bench_scale(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "scale",
+        help="what a turn's decisions and a conversation's memory cost, from a thousand to a million conversations "
+        "(no engines needed)",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--conversations", type=_numbers, metavar="N,N,...", help="(default: 1000,10000,100000,1000000)"
+    )
+    parser.add_argument(
+        "--tokens", type=_count, default=1_024, metavar="N", help="of each history (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--turns", type=_count, default=400, metavar="N", help="measured at each step (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_scale)
+
+
+def _bench_scale(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import scale
+    if args.conversations is not None and min(args.conversations) < 1:
+        raise CommandError("--conversations: 1 or more")
+    if args.tokens < 1_024:
+        raise CommandError(f"--tokens {args.tokens}: 1024 or more, so that a handle is worth reading")
+    steps = {} if args.conversations is None else {"conversations": args.conversations}
+    return scale.main(scale.Options(**steps, tokens=args.tokens, turns=args.turns, json=args.json))
 
 
 def _add_bench_digests(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
