@@ -160,6 +160,7 @@ class NoteResponse(msgspec.Struct, frozen=True):
 
     response: str
     conversation: str
+    tenant: str = ""
 
 
 class Record(msgspec.Struct, frozen=True):

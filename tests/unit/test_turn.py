@@ -313,8 +313,11 @@ def test_another_engine_renders_where_the_first_cannot() -> None:
     assert (drive.report.route, drive.report.retries) == (Route.WARM, 1)
 
 
-def test_a_body_that_broke_a_renderer_is_sent_to_nobody_else() -> None:
+def test_a_body_that_broke_two_renderers_is_sent_to_nobody_else() -> None:
     drive = Drive(on=fleet(P1, P2, D1, D2))
+    first = drive.asked(Leg.RENDER).engine.url
+    drive.feed(Failed(BROKEN, "gone"))
+    assert drive.asked(Leg.RENDER).engine.url != first
     drive.feed(Failed(BROKEN, "gone"))
     assert drive.state == Done()
     assert (drive.one(Respond).status, drive.error["code"]) == (502, "render_failed")
