@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -180,7 +181,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         endpoint=endpoint,
         members=members,
         ids=ids,
-        model=known.get("model") or "",
+        model=_shared(model) if len(model := known.get("model") or "") <= _SHARED_CHARS else model,
         stream=bool(known.get("stream")),
         # The engine takes 1 and "true" for true as well, and says so where it takes a value for neither.
         wants_usage=api.reports_usage or options.get("include_usage") not in (None, False),
@@ -367,7 +368,7 @@ _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id",
 _REQUIRED_KEYS: Final = frozenset(_REQUIRED)
 
 
-class Handle(msgspec.Struct, frozen=True):
+class Handle(msgspec.Struct, frozen=True, gc=False):
     """An engine's `kv_transfer_params`: where one request's blocks lie. Unknown fields are carried verbatim."""
 
     params: bytes
@@ -390,6 +391,16 @@ class Handle(msgspec.Struct, frozen=True):
     """D's: what it promises, where it runs our connector. The lease's id is `request_id`."""
     whole: bool = False
     """D's: it cannot be cut, since a sliding window has left blocks behind. Only a P of ours can tell what it is good for."""
+
+
+_T = TypeVar("_T", bound=Hashable)
+_SHARED_CHARS: Final = 256
+
+
+@lru_cache(maxsize=256)
+def _shared(value: _T) -> _T:
+    """The same value as ever: what all conversations have in common is kept once."""
+    return value
 
 
 _RANK: Final = re.compile(r"_dp\d+$")
@@ -445,7 +456,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
         return nothing
     handle = Handle(
         params=kept,
-        engine_id=params.remote_engine_id,
+        engine_id=_shared(params.remote_engine_id),
         request_id=params.remote_request_id,
         tokens=params.remote_num_tokens,
         blocks=blocks,
@@ -454,7 +465,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
         token_ids=said.token_ids,
         passed_on=said.passed_on,
         digests=said.digests,
-        lease=said.lease,
+        lease=_shared(said.lease),
         whole=said.whole or any(_FREED in ids for ids in groups),
     )
     return Params(handle, said.token_ids, said.account)

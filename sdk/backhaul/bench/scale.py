@@ -36,6 +36,8 @@ from .table import console
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 LIMIT_BYTES = 1_500
 """What a conversation may take besides its handle and its digests."""
+_TELLING = 10_000
+"""Conversations; the pages of fewer are those that the process had already."""
 _BLOCK = 16
 _MODEL = "meta-llama/Llama-3.3-70B-Instruct"
 _PREFILL, _DECODE = "http://prefill-0.engines:8100", "http://decode-0.engines:8200"
@@ -58,7 +60,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One step. Microseconds of one core; bytes per conversation."""
+    """One step. Microseconds of CPU time; bytes per conversation."""
 
     conversations: int
     decide_p50_us: float
@@ -68,9 +70,14 @@ class Row:
     """A whole warm turn of the state machine, the ledger included: every body read and written."""
     turn_p99_us: float
     payload_bytes: float
-    """The handle as the engine wrote it, and the digests."""
+    """Its handle and its digests, as objects."""
     record_bytes: float | None
-    """What the process has grown by besides; `None` where Linux's /proc is not."""
+    """What the process has grown by besides; `None` where Linux's /proc is not, and where it is too little to tell."""
+
+
+def settings(most: int) -> RouterConfig:
+    """Of a router that keeps so many conversations, and has every turn run warm."""
+    return RouterConfig(prefill=(_PREFILL,), decode=(_DECODE,), max_conversations=most, route=Route.WARM)
 
 
 def engines() -> Fleet:
@@ -108,8 +115,9 @@ class Conversations:
         """Its first turn."""
         key = self.key(number)
         chain = self.chain(number)
-        taken = self.ledger.take(key, chain, 0.0, _usable)
-        self.ledger.settle(key, taken, self.branch(chain, number), 0.0)
+        now = number * 1e-7  # an object of its own, as in life
+        taken = self.ledger.take(key, chain, now, _usable)
+        self.ledger.settle(key, taken, self.branch(chain, number), now)
 
     def messages(self, number: int) -> list[bytes]:
         """The second turn's; the first has all but the last two."""
@@ -123,17 +131,18 @@ class Conversations:
         handle = wire.read_params(self.params(f"chatcmpl-{name(number)}-2")).handle
         if handle is None:
             raise AssertionError("no handle")
-        self.payload += len(handle.params) + len(handle.passed_on or b"") + len(chain)
+        kept = (handle, handle.params, handle.passed_on or b"", handle.request_id, chain)
+        self.payload += sum(map(sys.getsizeof, kept))
         return Branch(
             chain=chain,
             blocks=b"",
             block_size=0,
-            tokens=self.tokens,
-            message_bytes=self.tokens * 4,
+            tokens=self.tokens + number % 7,
+            message_bytes=(self.tokens + number % 7) * 4,
             decode=_DECODE,
             prefill=_PREFILL,
             held=Held(handle, _DECODE, 450.0 + number * 1e-4, handle.tokens),
-            prompt_tokens=self.tokens - _ANSWER_TOKENS,
+            prompt_tokens=self.tokens + number % 7 - _ANSWER_TOKENS,
         )
 
     def params(self, request_id: str) -> bytes:
@@ -260,7 +269,7 @@ def _with(params: bytes, said: dict[str, Any]) -> bytes:
 def measure(options: Options, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
     """Runs the steps."""
     steps = sorted(set(options.conversations))
-    config = RouterConfig(prefill=(_PREFILL,), decode=(_DECODE,), max_conversations=steps[-1], route=Route.WARM)
+    config = settings(steps[-1])
     fleet = engines()
     conversations = Conversations(steps[-1], options.tokens)
     for number in range(200):  # the code itself and its caches
@@ -290,7 +299,7 @@ def measure(options: Options, progress: Callable[[str], None] = lambda _: None) 
                 turn_p50_us=statistics.median(turned),
                 turn_p99_us=_p99(turned),
                 payload_bytes=payload / step,
-                record_bytes=None if grown is None else (grown - payload) / step,
+                record_bytes=None if grown is None or step < _TELLING else (grown - payload) / step,
             )
         )
     return rows
@@ -299,9 +308,9 @@ def measure(options: Options, progress: Callable[[str], None] = lambda _: None) 
 def _timed(runs: Iterable[Callable[[], None]]) -> list[float]:
     times = []
     for run in runs:
-        began = time.perf_counter()
+        began = time.thread_time()
         run()
-        times.append((time.perf_counter() - began) * 1e6)
+        times.append((time.thread_time() - began) * 1e6)
     return times
 
 
@@ -334,7 +343,7 @@ def table(rows: Sequence[Row], options: Options) -> Table:
         made.add_column(column, justify="right")
     for row in rows:
         times = (row.decide_p50_us, row.decide_p99_us, row.turn_p50_us, row.turn_p99_us)
-        besides = "?" if row.record_bytes is None else f"{row.record_bytes:,.0f}"
+        besides = "–" if row.record_bytes is None else f"{row.record_bytes:,.0f}"
         made.add_row(f"{row.conversations:,}", *(f"{t:,.0f}" for t in times), f"{row.payload_bytes:,.0f}", besides)
     return made
 
