@@ -78,6 +78,9 @@ class Engine:
         return f"{self.role} engine {self.url}"
 
 
+_RANK = re.compile(r"_dp(\d+)$")
+
+
 class Holder(NamedTuple):
     """A process that holds leases."""
 
@@ -89,7 +92,7 @@ class Holder(NamedTuple):
     @classmethod
     def of(cls, decode: str, engine_id: str) -> Holder:
         """The process that made a handle, by the engine id in it."""
-        found = re.search(r"_dp(\d+)$", engine_id)
+        found = _RANK.search(engine_id) if "_dp" in engine_id else None
         return cls(decode, found[1] if found else None)
 
 

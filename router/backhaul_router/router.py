@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 import uuid
@@ -410,7 +411,7 @@ class Router:
         wanted = ((name, headers[name]) for name in (*_FORWARDED_HEADERS, "x-request-id") if name in headers)
         out = {name: value for name, value in wanted if value.isascii() and value.isprintable()}
         request_id = out.get("x-request-id", "")
-        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else uuid.uuid4().hex
+        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
         if conversation and conversation.isascii():
             out["x-session-id"] = conversation
         return out

@@ -85,6 +85,11 @@ _RIDING = 256
 """So many leases at most are released along with one turn."""
 
 
+_NOTHING_TAKEN = Taken()
+_NO_IDS = msgspec.Raw(b"null")
+_NO_PROMPT = Prompt(0)
+
+
 class State(Protocol):
     """A turn that is not done."""
 
@@ -126,7 +131,7 @@ class Turn:
     """Digests of the history's messages; made here where they are not given."""
     flushes: int = 0
     """The ledger's count when the turn began."""
-    taken: Taken = field(default_factory=Taken)
+    taken: Taken = _NOTHING_TAKEN
     spare: Held | None = None
     """The handle taken, as long as no engine has been sent it; a shared one until the turn's end."""
     by_connector: bool = False
@@ -139,9 +144,9 @@ class Turn:
     """Pairs of P and D that this turn had checked."""
     token_ids: tuple[int, ...] | None = None
     """The prompt's ids, where they are what the engines are sent."""
-    encoded_ids: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"))
+    encoded_ids: msgspec.Raw = field(default_factory=lambda: _NO_IDS)
     """The same as JSON."""
-    prompt: Prompt = field(default_factory=lambda: Prompt(0))
+    prompt: Prompt = _NO_PROMPT
     no_proof: bool = False
     left_to_decode: bool = False
     """D has the client's own body, and the turn leaves nothing."""
@@ -200,7 +205,7 @@ class Turn:
 
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
-        self.prompt = Prompt(sum(max(1, len(message) - _MESSAGE_KEYS_BYTES) for message in self.facts.messages))
+        self.prompt = Prompt(sum([max(1, len(message) - _MESSAGE_KEYS_BYTES) for message in self.facts.messages]))
         if self.facts.multiple:
             return self.leave_to_decode(Reason.MULTIPLE_CHOICES, now)
         if self.facts.alone is not None:
@@ -234,8 +239,9 @@ class Turn:
     @property
     def keeps_exact(self) -> bool:
         """Whether the next prompt may continue the very tokens of this turn (`exact_histories`)."""
-        plain = self.facts.endpoint is wire.Endpoint.CHAT and not self.facts.members.keys() & _ENDS_OTHERWISE
-        return self.config.exact_histories and plain and self.reuses
+        if not self.config.exact_histories or not self.reuses:
+            return False
+        return self.facts.endpoint is wire.Endpoint.CHAT and not self.facts.members.keys() & _ENDS_OTHERWISE
 
     def rewrites_answer(self, token_ids: tuple[int, ...]) -> bool:
         """Whether the request goes on from the last answer, which has become other tokens on the way."""
