@@ -334,6 +334,7 @@ class Turn:
         self.computes, self.alone, self.decode_began = placement.computes, not fleet.busy(first), now
         name = (self.tenant, self.identity.conversation) if self.identity else None
         fleet.note_placed(name, placement.decode, placement.prefill, now)
+        self.draft["estimates"] = None
         if placement.estimates:
             usual = placement.instead_of
             passed_over = None
