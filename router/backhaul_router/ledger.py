@@ -18,9 +18,10 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +31,6 @@ from .histories import Histories
 from .report import Reason
 from .wire import Handle, process_of
 
-_numbers = itertools.count(1)
 _UNOPENED = 0
 """Generation of a conversation that a turn is the first to file."""
 _INSTRUCTIONS = 1
@@ -102,8 +102,8 @@ class Branch:
     """Its conversation has no name of its own, and is found by what it says."""
     exact: Kept | None = None
     """Where histories are kept exact, and the turn ended as it must for that."""
-    number: int = field(default_factory=_numbers.__next__)
-    """Tells branches apart."""
+    number: int = field(default_factory=lambda: int.from_bytes(os.urandom(8)) >> 1)
+    """Tells branches apart, those of other processes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,8 @@ class _Conversation:
 class MemoryLedger:
     """A ledger in this process."""
 
+    shared = False
+
     def __init__(self, *, max_conversations: int = 10_000, max_branches: int = 8, max_idle_s: float = 3600.0) -> None:
         self._max_conversations = max_conversations
         self._max_branches = max_branches
@@ -168,7 +170,7 @@ class MemoryLedger:
         self._histories = Histories(max(1, max_conversations // 2))
         self._keys: dict[tuple[str, str], set[Key]] = {}
         self._deadlines: list[tuple[float, Key, str]] = []
-        self._generations = itertools.count(1)
+        self._generations: Iterator[int] = itertools.count(1)
         self._takers: Counter[tuple[str, str]] = Counter()
         self._left: dict[tuple[str, str], Held] = {}
         """Shared handles that are no longer on file, and that running turns have taken."""
@@ -374,6 +376,9 @@ class MemoryLedger:
     def flush(self) -> tuple[Held, ...]:
         """Drops every handle, as before a weight update; the histories stay. Returns the handles to release."""
         return self._drop_everywhere(lambda held: True, Reason.FLUSHED)
+
+    async def aclose(self) -> None:
+        """Nothing is under way."""
 
     def _drop_everywhere(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
         with self._lock:

@@ -14,6 +14,8 @@ from .report import Route
 API_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
 """What the engines want as a bearer token. Not an option: everybody on a machine can read command lines."""
 
+REDIS_URL_VARIABLE = "BACKHAUL_REDIS_URL"
+
 _ELSEWHERE = ("prefill", "decode", "api_key")
 _HELP: Mapping[str, tuple[str, str]] = {
     "reuse": ("", "run every turn cold, and release what it leaves"),
@@ -37,6 +39,13 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "max_body_bytes": ("BYTES", "a larger request is answered 413"),
     "max_conversations": ("N", "so many are kept; beyond, the one that was silent for longest is dropped"),
     "max_branches": ("N", "histories that one conversation keeps at a time"),
+    "redis_url": (
+        "URL",
+        "a Redis or Valkey server on which routers share conversations, such as redis://host:6379/0; with a password "
+        f"better in {REDIS_URL_VARIABLE}, which everybody on the machine cannot read",
+    ),
+    "redis_prefix": ("NAME", "begins every key on the Redis server (default: %(default)s)"),
+    "redis_timeout_s": ("SECONDS", "longest wait for an answer of that server"),
     "max_idle_s": ("SECONDS", "a conversation that was silent for this long is forgotten"),
 }
 
@@ -75,6 +84,7 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
     """The configuration that the options and the environment describe. Raises `ConfigError`."""
     names = [field.name for field in dataclasses.fields(RouterConfig) if field.name not in _ELSEWHERE]
     settings = {name: getattr(args, name) for name in names}
+    settings["redis_url"] = settings["redis_url"] or os.environ.get(REDIS_URL_VARIABLE) or None
     return RouterConfig(prefill=args.prefill, decode=args.decode, api_key=engine_api_key(), **settings)
 
 
