@@ -62,7 +62,10 @@ def open_ledger(config: RouterConfig, clock: Callable[[], float]) -> Ledger:
     """The ledger that the configuration asks for. Raises `ConfigError`."""
     if config.redis_url is None:
         return MemoryLedger(
-            max_conversations=config.max_conversations, max_branches=config.max_branches, max_idle_s=config.max_idle_s
+            max_conversations=config.max_conversations,
+            max_branches=config.max_branches,
+            max_idle_s=config.max_idle_s,
+            max_conversations_per_tenant=config.max_conversations_per_tenant,
         )
     from .redis_ledger import RedisLedger
 
@@ -73,5 +76,6 @@ def open_ledger(config: RouterConfig, clock: Callable[[], float]) -> Ledger:
         max_conversations=config.max_conversations,
         max_branches=config.max_branches,
         max_idle_s=config.max_idle_s,
+        max_conversations_per_tenant=config.max_conversations_per_tenant,
         clock=clock,
     )

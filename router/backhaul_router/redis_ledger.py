@@ -69,6 +69,7 @@ class RedisLedger:
         max_conversations: int = 10_000,
         max_branches: int = 8,
         max_idle_s: float = 3600.0,
+        max_conversations_per_tenant: int = 10_000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s` bounds every wait for an answer, and that for earlier changes of the same conversation. Raises
@@ -76,11 +77,18 @@ class RedisLedger:
         self._link = RedisLink(url, timeout_s)
         self._timeout_s = timeout_s
         self._keys = Keys(prefix)
-        self._limits = Limits(max_conversations=max_conversations, max_branches=max_branches, max_idle_s=max_idle_s)
+        self._limits = Limits(
+            max_conversations=max_conversations,
+            max_conversations_per_tenant=max_conversations_per_tenant,
+            max_branches=max_branches,
+            max_idle_s=max_idle_s,
+        )
         self._clock = clock
         self._filed = Filed()
         self._readers = Readers()
         self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, Queues] = WeakKeyDictionary()
+        self.flushes = 0
+        """How often all routers' handles were flushed, when the server was asked last."""
         self._background: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
@@ -189,14 +197,13 @@ class RedisLedger:
     async def find(self, key: Key, chain: bytes) -> str | None:
         """As `MemoryLedger.find`; nothing is found while the server does not answer."""
         stops = range(len(chain) - digests.SIZE, 0, -digests.SIZE)
-        if not stops:
-            return None
         ends = [self._keys.end(key, chain[stop - digests.SIZE : stop]) for stop in stops]
         try:
-            found: bytes | None = await self._link.run(FIND, ends)
+            epoch, *found = await self._link.run(FIND, [self._keys.epoch, *ends])
         except LedgerUnavailable:
             return None
-        return None if found is None else found.decode()
+        self.flushes = int(epoch)
+        return found[0].decode() if found else None
 
     async def forget(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
         """As `MemoryLedger.forget`. Where the server does not answer the conversation ends with its record's time to live."""
@@ -324,7 +331,9 @@ class RedisLedger:
             answer = await self._link.run(LOAD, [self._keys.epoch, *keys])
         except LedgerUnavailable as error:
             raise LedgerUnavailable(str(error)) from None  # it was read alone
-        return Loaded.of(answer, self._clock())
+        loaded = Loaded.of(answer, self._clock())
+        self.flushes = loaded.epoch
+        return loaded
 
     def _note(self, names: Sequence[Name], copy: Copy) -> None:
         on_file = {held.name: moved(held, -copy.offset) for held in copy.handles()}

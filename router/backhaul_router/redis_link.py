@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from .errors import BackhaulError, ConfigError
+from .errors import ConfigError
+from .leases import LeaseError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -26,7 +27,7 @@ _MAX_CONNECTIONS = 64
 _SCANNED_AT_A_TIME = 500
 
 
-class LedgerUnavailable(BackhaulError):
+class LedgerUnavailable(LeaseError):
     """The shared ledger did not do what it was asked, or nobody knows whether it did."""
 
     def __init__(self, message: str, *, unknown: bool = False) -> None:

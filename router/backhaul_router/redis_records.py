@@ -154,7 +154,8 @@ class Loaded:
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     max_conversations: int
-    """Of one tenant."""
+    """Of requests without a tenant."""
+    max_conversations_per_tenant: int
     max_branches: int
     max_idle_s: float
 
@@ -280,7 +281,9 @@ class Copy(MemoryLedger):
         branches = {branch.number: branch for branch in self._branches_of(name)}
         added = [branch for number, branch in branches.items() if number not in self._numbers[index]]
         gone = [_field(number) for number in self._numbers[index] if number not in branches]
-        most = max(1, self._limits.max_conversations // 2) if by_history else self._limits.max_conversations
+        most = self._limits.max_conversations_per_tenant if name.tenant else self._limits.max_conversations
+        if by_history:
+            most = max(1, most // 2)
         written: list[str | bytes | int] = ["put", *place, most, self._ttl_ms(name), os.urandom(8), head]
         written.append(len(added))
         for branch in added:

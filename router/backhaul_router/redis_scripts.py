@@ -108,13 +108,15 @@ of the records that made room; or 0 and what `LOAD` returns, where something has
 FIND = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000
-for _, key in ipairs(KEYS) do
-  local found = redis.call('ZREVRANGEBYSCORE', key, '+inf', now, 'LIMIT', 0, 1)[1]
-  if found then return found end
+local epoch = redis.call('GET', KEYS[1]) or '0'
+for i = 2, #KEYS do
+  local found = redis.call('ZREVRANGEBYSCORE', KEYS[i], '+inf', now, 'LIMIT', 0, 1)[1]
+  if found then return {epoch, found} end
 end
-return false
+return {epoch}
 """
-"""KEYS: ends of histories, the longest first. Returns the conversation that was filed last under the first that has one."""
+"""KEYS: the epoch, then ends of histories, the longest first. Returns the epoch, and the conversation that was filed last under
+the first end that has one."""
 
 MOVE_EPOCH = """
 return redis.call('INCR', KEYS[1])

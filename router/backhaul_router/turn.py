@@ -12,8 +12,9 @@ Rules that can be seen here:
 - a stock engine's handle is sent to P once; from then on it is in nobody's hands, whatever came of it. A shared one stays in
   the ledger: D confirms what P is about to read, at that moment;
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
-- a request is sent again only when it was refused before it was read, when reading the handle may be what failed, or when
-  an engine answered with an error; after a broken connection never, since the request may be what broke the engine;
+- a request is sent again only when it was refused before it was read, when reading the handle may be what failed, when an
+  engine answered with an error, or when a prefill took too long; after a broken connection never, since the request may be
+  what broke the engine;
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
   or released.
@@ -209,6 +210,7 @@ class Turn:
                 return self.placed(now)
         picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
         engines = [engine for engine in picks if engine is not None and engine.block_size]
+        engines.sort(key=self.fleet.renders_well, reverse=True)
         is_base = not facts.model or all(facts.model in engine.models for engine in engines)
         if facts.unproven or self.fleet.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
             engines = []
@@ -280,6 +282,8 @@ class Turn:
 
     def placed(self, now: float) -> Step:
         """Decides where the turn runs, and goes there."""
+        if self.spare is not None and self.fleet.is_down(self.spare.decode):
+            self.failure = self.failure or Reason.DECODE_FAILED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
         taken = self.taken if readable else dataclasses.replace(self.taken, held=None)
         placement = place(
@@ -409,8 +413,10 @@ class Turn:
         return (Release(handle.params, via),) if via is not None else ()
 
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
-        """The engine to try after one that failed: where nobody read the request, or, once, after an error."""
-        if kind is FailureKind.ERROR and failed.role not in self.erred:
+        """The engine to try after one that failed: where nobody read it, or, once, after an error or a prefill that took
+        too long."""
+        again = kind is FailureKind.ERROR or (kind is FailureKind.TIMEOUT and failed.role is Role.PREFILL)
+        if again and failed.role not in self.erred:
             self.erred |= {failed.role}
         elif kind is not FailureKind.REFUSED:
             return None
@@ -491,9 +497,11 @@ class Turn:
 
     def named(self, answer: str | None) -> Actions:
         """Notes the id of the answer, where later requests may name it."""
-        if answer is None or self.identity is None or not self.facts.api.refers_to_answers:
+        if answer is None or not self.facts.api.refers_to_answers:
             return ()
-        return (NoteResponse(answer, self.identity.conversation),)
+        if self.identity is None:  # a tenant may go on from its own answers only, whatever they belong to
+            return (NoteResponse(answer, "", self.tenant),) if self.tenant else ()
+        return (NoteResponse(answer, self.identity.conversation, self.tenant),)
 
     def _ran_tokens(self, generated: Sequence[int] | None) -> int:
         """Tokens that D ran and has KV of: by their ids or, where those are not known, by its own count."""
@@ -610,6 +618,7 @@ class Turn:
             "turn": 1,
             **self.draft,
             "conversation": self.identity.conversation if self.identity else None,
+            "tenant": self.tenant,
             "model": self.facts.model or None,
             "identity_source": self.identity.source if self.identity else None,
             "parent": self.identity.parent if self.identity else None,

@@ -204,6 +204,8 @@ class Journey:
         handles = "kv_transfer_params" in json.loads(self.reading.body) and not self.has_handle
         stream = isinstance(self.drive.state, Relaying)
         if stream:
+            # events without names, as these are, carry no handle where the API's own events have names
+            handles = handles and self.drive.turn.facts.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
             come = self.one_of(
                 lambda: sse(delta()),
                 lambda: sse(delta()),

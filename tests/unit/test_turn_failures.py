@@ -131,8 +131,17 @@ def test_engines_that_are_down_are_passed_over_until_one_answers() -> None:
     assert (drive.one(Respond).status, drive.report.retries) == (200, 3)
 
 
-def test_a_cold_prefill_that_hangs_is_a_timeout() -> None:
-    drive = Drive(FIRST, on=fleet(P1, P2, D1))
+def test_a_cold_prefill_that_hangs_is_tried_on_one_other_engine() -> None:
+    drive = Drive(FIRST, on=fleet(P1, P2, "http://p3:1", D1))
+    drive.feed(rendered(), Failed(TIMEOUT, "slow"))
+    assert drive.asked(Leg.PREFILL).engine.url != P1
+    drive.feed(Failed(TIMEOUT, "slow"))
+    assert (drive.one(Respond).status, drive.report.retries) == (504, 1)
+    assert dict(drive.one(Respond).headers)["x-should-retry"] == "false"
+
+
+def test_the_only_prefill_engine_that_hangs_is_a_timeout() -> None:
+    drive = Drive(FIRST, on=fleet(P1, D1))
     drive.feed(rendered(), Failed(TIMEOUT, "slow"))
     assert (drive.one(Respond).status, drive.error["code"]) == (504, "prefill_timeout")
 
