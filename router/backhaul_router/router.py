@@ -395,6 +395,7 @@ class Router:
 
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
+        await self._ready_to_release()
         await self._end_now(await arrived(self.ledger.forget(conversation, tenant)))
 
     def renewable(self, conversation: str, tenant: str = "") -> bool:
@@ -411,6 +412,7 @@ class Router:
         self, conversation: str, names: Collection[tuple[str, str]], why: Reason, tenant: str = ""
     ) -> None:
         """Releases handles of a conversation, by `Held.name`; its histories stay."""
+        await self._ready_to_release()
         dropped = self.ledger.drop_for(conversation, lambda held: held.name in names, why, tenant)
         await self._end_now(await arrived(dropped))
 
@@ -424,6 +426,7 @@ class Router:
         first.
 
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
+        await self._ready_to_release()
         dropped = await arrived(self.ledger.flush())
         if self._leases is None:
             return
@@ -439,6 +442,7 @@ class Router:
         is not given). Returns for how many seconds it can be used at least; `None` where there is nothing to renew, as with
         stock engines, whose leases cannot be. Raises `LeaseError` when an engine did not do it; those of the others are renewed
         all the same."""
+        await self._ready_to_release()
         held = [one for one in await arrived(self.ledger.held_for(conversation, tenant)) if one.leased]
         if not held:
             return None
@@ -526,6 +530,11 @@ class Router:
             self._end(dropped, ride=ride)
         else:
             self._spawn(self._end_later(dropped, ride))
+
+    async def _ready_to_release(self) -> None:
+        """On a shared ledger there may be something to release before this router has run a turn."""
+        if self.ledger.shared:
+            await self.connect()
 
     async def _end_later(self, dropped: Dropped, ride: bool) -> None:
         self._end(await arrived(dropped), ride=ride)
