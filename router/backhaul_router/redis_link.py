@@ -79,6 +79,8 @@ class RedisLink:
             async with asyncio.timeout(self._timeout_s):
                 answer = await client.register_script(script)(keys, arguments)
         except self._failures as error:
+            if isinstance(error, self._redis.exceptions.ReadOnlyError):  # another server has become the one to write to
+                await client.connection_pool.disconnect(inuse_connections=False)
             raise self._failed(error) from None
         self._answered()
         return answer
@@ -135,7 +137,7 @@ class RedisLink:
                 self._url,
                 max_connections=_MAX_CONNECTIONS,
                 timeout=self._timeout_s,
-                socket_timeout=self._timeout_s,
+                socket_timeout=None,  # every call has its limit here
                 socket_connect_timeout=self._timeout_s,
                 retry=self._redis.asyncio.retry.Retry(self._redis.backoff.NoBackoff(), 0),
                 client_name="backhaul",

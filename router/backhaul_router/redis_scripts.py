@@ -1,8 +1,8 @@
 """The steps that Redis or Valkey does at one stroke.
 
-A record is a hash: `v`, its version, drawn anew with every change; `h`, its head; and a field for the body of each branch. Heads
-and bodies mean nothing here (`redis_records`). A change reads heads with `LOAD`, decides in Python, and is written by `COMMIT`
-if nobody has changed any of them meanwhile.
+A record is a hash: `v`, its version, drawn anew with every change; `h`, its head; `n`, the conversation's name; `e`, the ends of
+histories by which it is found; and a field for the body of each branch. Heads and bodies mean nothing here (`redis_records`). A
+change reads heads with `LOAD`, decides in Python, and is written by `COMMIT` if nobody has changed any of them meanwhile.
 
 `life` tells one life of the data from the next: a server that was restarted, or a replica that was promoted, may have gone
 back to an earlier state, in which a handle is on file that somebody has taken since.
@@ -84,12 +84,16 @@ for i = 2, #KEYS do
         redis.call('ZREMRANGEBYSCORE', index, '-inf', now)
         while redis.call('ZCARD', index) > most do
           local oldest = redis.call('ZPOPMIN', index)[1]
-          out[#out + 1] = redis.call('HGET', oldest, 'h') or ''
+          local gone = redis.call('HMGET', oldest, 'h', 'e', 'n')
+          out[#out + 1] = gone[1] or ''
+          for stop in string.gmatch(gone[2] or '', '%S+') do redis.call('ZREM', stop, gone[3]) end
           redis.call('DEL', oldest)
         end
       end
-      for _ = 1, tonumber(argument()) do
-        local stop = argument()
+      local stops = {}
+      for i = 1, tonumber(argument()) do stops[i] = argument() end
+      redis.call('HSET', key, 'e', table.concat(stops, ' '), 'n', name)
+      for _, stop in ipairs(stops) do
         redis.call('ZREMRANGEBYSCORE', stop, '-inf', now)
         redis.call('ZADD', stop, now + ttl, name)
         if redis.call('PTTL', stop) < ttl then redis.call('PEXPIRE', stop, ttl) end

@@ -195,40 +195,18 @@ async def test_the_handles_of_an_engine_that_is_gone_are_dropped_for_all(server:
 # --- one turn has a handle -----------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def taking(server: RedisServer, takes: int, processes: int) -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    """Processes that are ready to take."""
-    program = str(Path(redis_takers.__file__))
-    pipe = asyncio.subprocess.PIPE
-    started = [
-        await asyncio.create_subprocess_exec(sys.executable, program, server.url, str(takes), stdin=pipe, stdout=pipe)
-        for _ in range(processes)
-    ]
-    try:
-        for process in started:
-            assert await line_of(process) == "ready"
-        yield started
-    finally:
-        for process in started:
-            if process.returncode is None:
-                process.kill()
-            await process.communicate()
-
-
-async def line_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    async with asyncio.timeout(60):
-        return (await process.stdout.readline()).decode().strip()
-
-
 async def test_of_a_thousand_turns_of_four_processes_one_gets_the_handle(server: RedisServer, opens: Open) -> None:
     ledger = opens(server)
     await settle(ledger, b"a", handle=soon("1"))
-    async with taking(server, takes=250, processes=4) as processes:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-        counts = [tuple(map(int, (await line_of(process)).split())) for process in processes]
+    program = (sys.executable, str(Path(redis_takers.__file__)))
+    process = await asyncio.create_subprocess_exec(*program, server.url, "4", "250", stdout=asyncio.subprocess.PIPE)
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    counts = [tuple(map(int, line.split())) for line in out.decode().splitlines()]
     assert sorted(got for got, _ in counts) == [0, 0, 0, 1]
     assert sum(in_use for _, in_use in counts) == 999, "each of the others knows why it has none"
     assert (await take(ledger, b"a")).turn == 1002
@@ -311,6 +289,19 @@ async def test_the_conversation_that_was_silent_longest_makes_room_among_its_ten
     assert (await take(ledger, b"a", key=z._replace(tenant="t"))).drop == ()
     assert names(await ledger.held_for("x")) == ["x2"]
     assert await ledger.held_for("y") == ()
+
+
+async def test_conversations_without_a_name_make_room_for_each_other_alone(server: RedisServer, opens: Open) -> None:
+    ledger = opens(server, max_conversations=4)
+    await settle(ledger, b"a", handle=soon("named"))
+    dropped = []
+    for conversation in ("anon-1", "anon-2", "anon-3", "anon-4"):
+        left = branch((b"s", conversation.encode()), held=soon(conversation, 50.0), by_history=True)
+        key = KEY._replace(conversation=conversation)
+        dropped += await ledger.settle(key, Taken(reason=Reason.FIRST_TURN), left, time.monotonic())
+    assert names(tuple(dropped)) == ["anon-1", "anon-2"]
+    assert name((await take(ledger, b"a")).held) == "named"
+    assert len(keys_of(server)) == 3 + 2 + 2, "three records, two lists of them, two ends of histories"
 
 
 async def test_a_router_sweeps_what_it_has_filed(server: RedisServer, opens: Open) -> None:
