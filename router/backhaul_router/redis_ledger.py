@@ -14,13 +14,14 @@ meanwhile, else worked out again on what is there now. What holds beyond those r
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from . import digests
 from .ledger import Branch, Held, Key, Taken
@@ -147,11 +148,11 @@ class RedisLedger:
         branch = taken.branch
         if branch is not None:
             branch = with_body(branch, changed.body)
-            branch = dataclasses.replace(branch, held=next(iter(changed.here(filter(None, [branch.held]))), None))
+            branch = msgspec.structs.replace(branch, held=next(iter(changed.here(filter(None, [branch.held]))), None))
         held = next(iter(changed.here(filter(None, [taken.held]))), None)
         self._readers.took(held)
         drop = self._readers.free(changed.here((*taken.drop, *changed.dropped)))
-        return dataclasses.replace(taken, branch=branch, held=held, drop=drop)
+        return msgspec.structs.replace(taken, branch=branch, held=held, drop=drop)
 
     async def _untake(self, key: Key, work: asyncio.Task[Taken]) -> None:
         """Nobody waits for what was taken. What the ledger dropped meanwhile ends with its lease."""
@@ -166,7 +167,7 @@ class RedisLedger:
         held = taken.held
         return await self._dropped(
             Name.of(_filed_under(key, taken)),
-            lambda copy, _: copy.give_back(key, dataclasses.replace(taken, held=moved(held, copy.offset))),
+            lambda copy, _: copy.give_back(key, msgspec.structs.replace(taken, held=moved(held, copy.offset))),
             unfiled=held,
         )
 
@@ -179,12 +180,12 @@ class RedisLedger:
         """As `MemoryLedger.settle`. A turn that could not take files what it leaves all the same."""
         left = branch.held
         if left is not None and self._readers.has_dropped(left):  # dropped while the turn ran
-            branch, left = dataclasses.replace(branch, held=None, missing=Reason.NO_HANDLE), None
+            branch, left = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE), None
 
         def file(copy: Copy, now: float) -> tuple[Held, ...]:
             filed = branch
             if left is not None:
-                filed = dataclasses.replace(branch, held=moved(left, copy.offset))
+                filed = msgspec.structs.replace(branch, held=moved(left, copy.offset))
             if taken.reason is Reason.LEDGER_UNAVAILABLE and taken.branch is None:
                 return copy.settle_late(key, filed, now)
             return copy.settle(key, taken, filed, now)

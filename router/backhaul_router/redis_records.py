@@ -6,7 +6,6 @@ two's where a child forks its parent. Its name in Redis is a hash. Deadlines are
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import sys
@@ -228,7 +227,7 @@ class Copy(MemoryLedger):
         """Files what a turn left that could not take: as if it had taken, and given back, what it goes on from."""
         taken = self.take(key, branch.chain, now, lambda _: None)
         given = self.give_back(key, taken)
-        return taken.drop + given + self.settle(key, dataclasses.replace(taken, held=None), branch, now)
+        return taken.drop + given + self.settle(key, msgspec.structs.replace(taken, held=None), branch, now)
 
     @property
     def offset(self) -> float:
@@ -318,7 +317,7 @@ class Copy(MemoryLedger):
         if branch.held is not None:
             epoch, life = self._stamps.get(branch.held.name, (self._loaded.epoch, self._loaded.life))
             one = branch.held
-            handle = dataclasses.replace(one.handle, token_ids=None)  # the branch knows what they are needed for
+            handle = msgspec.structs.replace(one.handle, token_ids=None)  # the branch knows what they are needed for
             held = _HeldRecord(handle, one.decode, one.deadline, one.tokens, epoch, life)
         return _BranchRecord(
             branch.number,
@@ -351,7 +350,7 @@ class Copy(MemoryLedger):
 
 def moved(held: Held, by_s: float) -> Held:
     """The same handle in a time that is `by_s` ahead."""
-    return dataclasses.replace(held, deadline=held.deadline + by_s)
+    return msgspec.structs.replace(held, deadline=held.deadline + by_s)
 
 
 def with_body(branch: Branch, body: bytes) -> Branch:
@@ -366,7 +365,7 @@ def with_body(branch: Branch, body: bytes) -> Branch:
     exact = None
     if read.ran is not None and read.said is not None and read.rendering is not None:
         exact = Kept(_unpacked(read.ran), read.said, read.rendering)
-    return dataclasses.replace(branch, blocks=read.blocks, spans=read.spans, exact=exact)
+    return msgspec.structs.replace(branch, blocks=read.blocks, spans=read.spans, exact=exact)
 
 
 def handles_in(head: bytes, loaded: Loaded) -> tuple[Held, ...]:

@@ -122,7 +122,7 @@ async def test_what_a_turn_leaves_with_one_router_the_next_one_finds_with_anothe
     assert (found.turn, found.reason, found.common, found.extends) == (2, None, 1, True)
     assert found.held.handle == left.held.handle
     assert found.held.deadline == pytest.approx(left.held.deadline, abs=0.5)
-    for what in Branch.__dataclass_fields__:
+    for what in Branch.__struct_fields__:
         if what != "held":
             assert getattr(found.branch, what) == getattr(left, what), what
 
