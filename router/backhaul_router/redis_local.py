@@ -33,6 +33,12 @@ class Filed:
         with self._lock:
             return tuple(held for handles in self._filed.values() for held in handles.values())
 
+    def clear(self) -> None:
+        """Nothing of it is this router's to sweep any more."""
+        with self._lock:
+            self._filed.clear()
+            self._deadlines.clear()
+
     def note(
         self, names: Iterable[Name], on_file: Mapping[_HandleName, Held], added: Mapping[_HandleName, Name]
     ) -> None:
@@ -48,18 +54,18 @@ class Filed:
                 if kept:
                     self._filed[name] = kept
 
-    def due(self, now: float) -> set[Name]:
-        """Conversations of which a handle has come to its deadline. Its router does not count it as filed any more."""
+    def due(self, now: float) -> dict[Name, frozenset[_HandleName]]:
+        """Conversations with handles that have come to their deadline. They do not count as filed any more."""
         if not self._deadlines or self._deadlines[0][0] > now:
-            return set()
-        found = set()
+            return {}
+        found: dict[Name, frozenset[_HandleName]] = {}
         with self._lock:
             while self._deadlines and self._deadlines[0][0] <= now:
                 _, name, handle = heapq.heappop(self._deadlines)
                 held = self._filed.get(name, {}).get(handle)
                 if held is None or held.deadline > now:
                     continue
-                found.add(name)
+                found[name] = found.get(name, frozenset()) | {handle}
                 del self._filed[name][handle]
                 if not self._filed[name]:
                     del self._filed[name]

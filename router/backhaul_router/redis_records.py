@@ -230,6 +230,10 @@ class Copy(MemoryLedger):
         return taken.drop + given + self.settle(key, msgspec.structs.replace(taken, held=None), branch, now)
 
     @property
+    def names(self) -> Sequence[Name]:
+        return self._names
+
+    @property
     def offset(self) -> float:
         """The server's time less this router's."""
         return self._loaded.offset

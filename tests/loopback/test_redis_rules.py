@@ -103,6 +103,10 @@ class OnRedis:
         return [key for copy in self._wait(self._all()) for key in copy._conversations]
 
     @property
+    def flushes(self) -> int:
+        return self._ledger.flushes
+
+    @property
     def _left(self) -> Any:
         return self._ledger._readers._left
 
