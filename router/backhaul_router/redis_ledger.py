@@ -26,7 +26,7 @@ import msgspec
 from . import digests
 from .ledger import Branch, Held, Key, Taken
 from .redis_link import LedgerUnavailable, RedisLink
-from .redis_local import Filed, Queues, Readers
+from .redis_local import Filed, Queues, Readers, TurnNumbers
 from .redis_records import Copy, Keys, Limits, Loaded, Name, handles_in, moved, name_in, with_body
 from .redis_scripts import COMMIT, FIND, LOAD, MOVE_EPOCH
 from .report import Reason
@@ -89,6 +89,7 @@ class RedisLedger:
         self._clock = clock
         self._filed = Filed()
         self._readers = Readers()
+        self._turns = TurnNumbers()
         self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, Queues] = WeakKeyDictionary()
         self.flushes = 0
         """How often all routers' handles were flushed, when the server was asked last."""
@@ -140,13 +141,14 @@ class RedisLedger:
         try:
             changed = await self._change(
                 names,
-                lambda copy, now: copy.take(key, chain, now, usable, parent),
+                lambda copy, now: copy.take_after(self._turns.last(key), key, chain, now, usable, parent),
                 wait_s=self._timeout_s,
                 body_of=lambda copy, taken: copy.place_of(taken, key),
             )
         except LedgerUnavailable:
-            return Taken(reason=Reason.LEDGER_UNAVAILABLE)
+            return Taken(turn=self._turns.next_blind(key), reason=Reason.LEDGER_UNAVAILABLE)
         taken = changed.result
+        self._turns.note(key, taken.generation, taken.turn)
         branch = taken.branch
         if branch is not None:
             branch = with_body(branch, changed.body)

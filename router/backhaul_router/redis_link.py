@@ -140,7 +140,6 @@ class RedisLink:
                 socket_timeout=None,  # every call has its limit here
                 socket_connect_timeout=self._timeout_s,
                 retry=self._redis.asyncio.retry.Retry(self._redis.backoff.NoBackoff(), 0),
-                client_name="backhaul",
             )
             return self._redis.asyncio.Redis.from_pool(pool)
         except ValueError as error:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from .ledger import Held
+from .ledger import Held, Key
 from .redis_link import LedgerUnavailable
 from .redis_records import Name
 
@@ -112,6 +112,32 @@ class Readers:
             del self._takers[held.name]
             left = self._left.pop(held.name, None)
         return () if left is None else (left,)
+
+
+class TurnNumbers:
+    """The last turn of each conversation here, so that turns of an outage are numbered too: reports are told apart by it."""
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._most = most
+        self._last: OrderedDict[Key, tuple[int, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def last(self, key: Key) -> tuple[int, int]:
+        """Its generation and its number; zeros for none."""
+        return self._last.get(key, (0, 0))
+
+    def note(self, key: Key, generation: int, turn: int) -> None:
+        with self._lock:
+            self._last[key] = (generation, turn)
+            self._last.move_to_end(key)
+            if len(self._last) > self._most:
+                self._last.popitem(last=False)
+
+    def next_blind(self, key: Key) -> int:
+        """The number of a turn that could not ask."""
+        generation, turn = self.last(key)
+        self.note(key, generation, turn + 1)
+        return turn + 1
 
 
 class Queues:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -222,6 +222,22 @@ class Copy(MemoryLedger):
         )
 
     # --- what a shared ledger has beyond the rules
+
+    def take_after(
+        self,
+        last: tuple[int, int],
+        key: Key,
+        chain: bytes,
+        now: float,
+        usable: Callable[[Held], Reason | None],
+        parent: str | None,
+    ) -> Taken:
+        """`take`, where `last` is the last turn that the router knows of: it may have run some that could not ask."""
+        generation, turn = last
+        conversation = self._conversations.get(key)
+        if conversation is not None and conversation.generation == generation:
+            conversation.turns = max(conversation.turns, turn)
+        return self.take(key, chain, now, usable, parent)
 
     def settle_late(self, key: Key, branch: Branch, now: float) -> tuple[Held, ...]:
         """Files what a turn left that could not take: as if it had taken, and given back, what it goes on from."""

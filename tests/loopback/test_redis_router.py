@@ -110,7 +110,7 @@ async def test_turns_at_once_with_both_routers_are_exact(server: RedisServer) ->
 
 
 async def test_while_the_server_stands_still_turns_go_on_and_afterwards_they_are_warm(server: RedisServer) -> None:
-    async with two(server, redis_timeout_s=0.1) as (a, _):
+    async with two(server, redis_timeout_s=0.5) as (a, _):
         messages = opening()
         await warm(a, messages)
         server.pause()
