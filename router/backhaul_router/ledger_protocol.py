@@ -30,6 +30,10 @@ class Ledger(Protocol):
     def shared(self) -> bool:
         """Other routers use it as well: it outlives this one."""
 
+    @property
+    def flushes(self) -> int:
+        """How often it was flushed, as far as is known here."""
+
     def __len__(self) -> int: ...
     def handles(self) -> tuple[Held, ...]: ...
     def take(

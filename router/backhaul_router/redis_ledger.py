@@ -146,7 +146,8 @@ class RedisLedger:
                 body_of=lambda copy, taken: copy.place_of(taken, key),
             )
         except LedgerUnavailable:
-            return Taken(turn=self._turns.next_blind(key), reason=Reason.LEDGER_UNAVAILABLE)
+            turn = self._turns.next_blind(key)
+            return Taken(turn=turn, reason=Reason.LEDGER_UNAVAILABLE, flushes=self.flushes)
         taken = changed.result
         self._turns.note(key, taken.generation, taken.turn)
         branch = taken.branch
@@ -191,7 +192,7 @@ class RedisLedger:
             if left is not None:
                 filed = msgspec.structs.replace(branch, held=moved(left, copy.offset))
             if taken.reason is Reason.LEDGER_UNAVAILABLE and taken.branch is None:
-                return copy.settle_late(key, filed, now)
+                return copy.settle_late(key, taken.flushes, filed, now)
             return copy.settle(key, taken, filed, now)
 
         dropped = await self._dropped(Name.of(key), file, unfiled=left)
@@ -277,7 +278,7 @@ class RedisLedger:
     async def flush(self) -> tuple[Held, ...]:
         """As `MemoryLedger.flush`, for every router: no handle that is on file now is handed out after this. Raises
         `LedgerUnavailable` when that is not certain."""
-        await self._link.run(MOVE_EPOCH, [self._keys.epoch])
+        self.flushes = await self._link.run(MOVE_EPOCH, [self._keys.epoch])
         return await self._everywhere(lambda copy, _: copy.flush())
 
     async def aclose(self) -> None:

@@ -239,11 +239,15 @@ class Copy(MemoryLedger):
             conversation.turns = max(conversation.turns, turn)
         return self.take(key, chain, now, usable, parent)
 
-    def settle_late(self, key: Key, branch: Branch, now: float) -> tuple[Held, ...]:
+    def settle_late(self, key: Key, flushes: int, branch: Branch, now: float) -> tuple[Held, ...]:
         """Files what a turn left that could not take: as if it had taken, and given back, what it goes on from."""
         taken = self.take(key, branch.chain, now, lambda _: None)
         given = self.give_back(key, taken)
-        return taken.drop + given + self.settle(key, msgspec.structs.replace(taken, held=None), branch, now)
+        return (
+            taken.drop
+            + given
+            + self.settle(key, msgspec.structs.replace(taken, held=None, flushes=flushes), branch, now)
+        )
 
     @property
     def names(self) -> Sequence[Name]:

@@ -12,6 +12,7 @@ import pytest
 import test_forks
 import test_histories
 import test_ledger
+import test_ledger_flush
 from backhaul_router import redis_ledger
 from backhaul_router.ledger import Branch, Held, Key, Taken
 from backhaul_router.ledger_protocol import Later, arrived
@@ -25,7 +26,7 @@ from redis_servers import RedisServer, needs_redis, redis_server
 pytestmark = needs_redis
 
 _T = TypeVar("_T")
-MODULES = (test_ledger, test_forks, test_histories)
+MODULES = (test_ledger, test_ledger_flush, test_forks, test_histories)
 OTHERWISE = {
     "test_a_silent_conversation_is_forgotten",  # by Redis itself, in real time
     "test_a_conversation_is_silent_from_its_last_turns_end",
