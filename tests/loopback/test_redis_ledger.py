@@ -25,6 +25,7 @@ from backhaul_router.ledger_protocol import arrived, open_ledger
 from backhaul_router.redis_ledger import RedisLedger
 from backhaul_router.redis_scripts import MOVE_EPOCH
 from backhaul_router.report import Reason
+from backhaul_router.settings import load
 from core_values import D1, D2, branch, config, held, leased
 from redis_servers import RedisServer, needs_redis, redis_server
 
@@ -474,3 +475,10 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(ConfigError, match=r"pip install 'backhaul\[redis\]'"):
         open_ledger(config(redis_url="redis://host"), time.monotonic)
+
+
+def test_a_server_takes_the_url_from_the_environment_where_nothing_else_says_it() -> None:
+    engines = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
+    environ = {"BACKHAUL_REDIS_URL": "redis://:secret@there"}
+    assert load(None, engines, environ).router.redis_url == "redis://:secret@there"
+    assert load(None, {**engines, "redis_url": "redis://here"}, environ).router.redis_url == "redis://here"
