@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from .report import Route
 
 _TOKENS = ("kv_recompute_threshold", "local_max_tokens")
 _SECONDS = ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s")
+_REDIS = ("redis", "rediss", "unix")
 _COUNTS = ("max_body_bytes", "max_conversations", "max_conversations_per_tenant", "max_branches")
 
 
@@ -63,6 +65,13 @@ class RouterConfig:
     """Histories that one conversation keeps at a time."""
     max_idle_s: float = 3600.0
     """A conversation that was silent for this long is forgotten."""
+    redis_url: str | None = dataclasses.field(default=None, repr=False)
+    """A Redis or Valkey server, such as `redis://host:6379/0`, on which routers share what they know of conversations; `None`
+    keeps it in the router's memory. Needs the extra `redis`. It may hold a password."""
+    redis_prefix: str = "backhaul"
+    """Begins every key there. Routers that share it must have the same engines."""
+    redis_timeout_s: float = 0.05
+    """Longest wait for an answer of that server. Without one a turn reuses nothing that earlier turns left."""
     api_key: str | None = None
     """Sent to the engines as a bearer token; never taken from the client's request."""
     engine_ca_file: str | None = None
@@ -83,18 +92,22 @@ class RouterConfig:
             urls = getattr(self, field)
             if len(set(urls)) != len(urls):
                 raise ConfigError(f"{field}= lists the same engine twice")
+        if self.redis_url is not None and urlsplit(self.redis_url).scheme not in _REDIS:
+            raise ConfigError(f"redis_url= should begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS)}")
+        if not self.redis_prefix:
+            raise ConfigError("redis_prefix= is empty: choose a name for this fleet")
         if self.route is not None:
             try:
                 object.__setattr__(self, "route", Route(self.route))
             except ValueError:
                 raise ConfigError(f"route={self.route!r}: use one of {', '.join(Route)}") from None
-        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s", "load_interval_s"):
+        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s", "load_interval_s", "redis_timeout_s"):
             if not isinstance(getattr(self, field), int | float):
                 raise ConfigError(f"{field}={getattr(self, field)!r} is not a number")
         for field in _TOKENS:
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of tokens, 0 or more")
-        for field in _SECONDS:
+        for field in (*_SECONDS, "redis_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of seconds above 0")
         for field in _COUNTS:

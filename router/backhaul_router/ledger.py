@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -33,7 +34,6 @@ from .histories import Histories
 from .report import Reason
 from .wire import Handle, process_of
 
-_numbers = itertools.count(1)
 _UNOPENED = 0
 """Generation of a conversation that a turn is the first to file."""
 _INSTRUCTIONS = 1
@@ -103,8 +103,8 @@ class Branch(msgspec.Struct, frozen=True, gc=False):
     """Its conversation has no name of its own, and is found by what it says."""
     exact: Kept | None = None
     """Where histories are kept exact, and the turn ended as it must for that."""
-    number: int = msgspec.field(default_factory=_numbers.__next__)
-    """Tells branches apart."""
+    number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(8)) >> 1)
+    """Tells branches apart, those of other processes too."""
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -164,6 +164,8 @@ class _Conversation:
 class MemoryLedger:
     """A ledger in this process."""
 
+    shared = False
+
     def __init__(
         self,
         *,
@@ -184,7 +186,7 @@ class MemoryLedger:
         """By tenant and conversation; most have one."""
         self._deadlines: list[tuple[float, Key]] = []
         """One of each conversation with handles, none later than the first of theirs; others are left over."""
-        self._generations = itertools.count(1)
+        self._generations: Iterator[int] = itertools.count(1)
         self._takers: Counter[tuple[str, str]] = Counter()
         self._left: dict[tuple[str, str], Held] = {}
         """Shared handles that are no longer on file, and that running turns have taken."""
@@ -405,6 +407,9 @@ class MemoryLedger:
         with self._lock:
             self.flushes += 1
             return self._drop_all(lambda held: True, Reason.FLUSHED)
+
+    async def aclose(self) -> None:
+        """Nothing is under way."""
 
     def _drop_everywhere(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
         with self._lock:

@@ -8,6 +8,7 @@ import msgspec
 
 from .hints import checked_pause, why_not_kept
 from .leases import LeaseError
+from .ledger_protocol import arrived
 from .report import Reason
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True):
 async def pause(router: Router, conversation: str, seconds: float, tenant: str = "") -> Paused:
     """Raises `ValueError` for what is no pause. A lease that cannot be renewed is given back, and the reason says so."""
     pause_s = checked_pause(seconds)
-    held = router.ledger.held_for(conversation, tenant)
+    held = await arrived(router.ledger.held_for(conversation, tenant))
     if not held:
         return Paused(kept_s=None, why="nothing is held for this conversation")
     now = router.clock()
@@ -45,7 +46,8 @@ async def pause(router: Router, conversation: str, seconds: float, tenant: str =
             refused |= {one.name: f"it could not be renewed: {error}" for one in short}
     await router.release_some(conversation, set(refused), Reason.EXPIRED, tenant)
     now = router.clock()
-    kept = [one.deadline - now for one in router.ledger.held_for(conversation, tenant) if one.deadline > now]
+    left = await arrived(router.ledger.held_for(conversation, tenant))
+    kept = [one.deadline - now for one in left if one.deadline > now]
     return Paused(
         kept_s=min(kept, default=None), released=len(refused), why="; ".join(sorted(set(refused.values()))) or None
     )

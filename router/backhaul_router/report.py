@@ -80,6 +80,9 @@ class Reason(enum.StrEnum):
     """Reuse is switched off, by configuration or for this turn."""
     FLUSHED = "flushed"
     """Every handle was dropped on request, as before a weight update."""
+    LEDGER_UNAVAILABLE = "ledger_unavailable"
+    """The ledger is shared by several routers, and did not answer in time; or it has come back from a failure that may have cost
+    it what happened last."""
 
 
 class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,7 +56,8 @@ from .http_client import HttpClient
 from .identity import HEADERS, Identity, IdentityError, identify, with_parent
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
-from .ledger import Branch, Held, Key, MemoryLedger
+from .ledger import Branch, Held, Key, Taken
+from .ledger_protocol import Dropped, Ledger, arrived, open_ledger
 from .load_polling import LoadPolling
 from .pairs import PairChecks
 from .pauses import Paused, pause
@@ -172,12 +173,7 @@ class Router:
         self.clock = clock
         self.responses = KnownResponses()
         """Conversations by the ids of the responses that their turns were answered with."""
-        self.ledger = MemoryLedger(
-            max_conversations=config.max_conversations,
-            max_branches=config.max_branches,
-            max_idle_s=config.max_idle_s,
-            max_conversations_per_tenant=config.max_conversations_per_tenant,
-        )
+        self.ledger: Ledger = open_ledger(config, clock)
         self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
@@ -301,7 +297,7 @@ class Router:
     async def release_engine(self, engine: Engine) -> None:
         """Drops and releases every handle of a decode engine."""
         if (engine_id := self.fleet.engine_id(engine.url)) is not None:
-            await self._end_now(self.ledger.drop_engine(engine.url, engine_id))
+            await self._end_now(await arrived(self.ledger.drop_engine(engine.url, engine_id)))
 
     async def handle(self, request: Request) -> Reply:
         """Runs one request. Returns when the reply's head is known. Errors that a client should see are replies;
@@ -347,7 +343,7 @@ class Router:
             return _error(path, 404, unknown, code="unknown_response", param="previous_response_id")
         await self.connect()
         now = self.clock()
-        self._end(self.ledger.sweep(now))
+        self._drop(self.ledger.sweep(now))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
         if self._polling is not None and self._polling.due(now):
@@ -358,7 +354,7 @@ class Router:
         if (deaths := self.suspects.deaths(chain, now)) >= suspects.MOST:
             return self._withheld(path)
         if identity is None or identity.by_history:
-            identity = self._by_history(facts, chain, identity, request.tenant)
+            identity = await self._by_history(facts, chain, identity, request.tenant)
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, request.tenant, chain)
         spans = NO_SPANS if self.tracing is None else self.tracing.begin(turn, headers)
         turn.deaths = deaths
@@ -387,13 +383,15 @@ class Router:
             return None
         return f"no response {str(before)[:100]!r} is on record here: send the whole history as input"
 
-    def _by_history(self, facts: wire.Facts, chain: bytes, identity: Identity | None, tenant: str) -> Identity | None:
+    async def _by_history(
+        self, facts: wire.Facts, chain: bytes, identity: Identity | None, tenant: str
+    ) -> Identity | None:
         """The conversation without a name whose messages the request continues, else a new one; `identity` is that of a run,
         which may go on from another's. Requests that leave nothing, and texts to complete, are not told apart this way."""
         leaves = self.config.reuse and not facts.multiple and facts.alone is None
         if not self.config.match_history or not leaves or not facts.api.numbered:
             return identity
-        found = self.ledger.find(Key(tenant, facts.model, facts.cache_salt, ""), chain)
+        found = await arrived(self.ledger.find(Key(tenant, facts.model, facts.cache_salt, ""), chain))
         if found is not None and (identity is None or found != identity.conversation):
             return Identity(found, "history", identity.parent if identity else None, by_history=True)
         return identity or Identity(f"anon-{uuid.uuid4().hex}", "history", by_history=True, new=True)
@@ -446,11 +444,13 @@ class Router:
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
         self._no_longer_load(conversation, tenant)
-        await self._end_now(self.ledger.forget(conversation, tenant))
+        await self._ready_to_release()
+        await self._end_now(await arrived(self.ledger.forget(conversation, tenant)))
 
     def renewable(self, conversation: str, tenant: str = "") -> bool:
-        """Whether something is held for it that `renew` can keep for longer."""
-        return any(held.leased for held in self.ledger.held_for(conversation, tenant))
+        """Whether something is held for it that `renew` can keep for longer; where that would have to be asked, perhaps."""
+        held = () if self.ledger.shared else self.ledger.held_for(conversation, tenant)
+        return self.ledger.shared or (isinstance(held, tuple) and any(one.leased for one in held))
 
     async def pause(self, conversation: str, seconds: float, tenant: str = "") -> Paused:
         """Keeps what is held for a conversation over a pause of `seconds`, or releases it now where it cannot be kept for so
@@ -461,12 +461,14 @@ class Router:
         self, conversation: str, names: Collection[tuple[str, str]], why: Reason, tenant: str = ""
     ) -> None:
         """Releases handles of a conversation, by `Held.name`; its histories stay."""
-        await self._end_now(self.ledger.drop_for(conversation, lambda held: held.name in names, why, tenant))
+        await self._ready_to_release()
+        dropped = self.ledger.drop_for(conversation, lambda held: held.name in names, why, tenant)
+        await self._end_now(await arrived(dropped))
 
     def forget(self, conversation: str, tenant: str = "") -> None:
         """As `end_conversation`, which releases in the background."""
         self._no_longer_load(conversation, tenant)
-        self._end(self.ledger.forget(conversation, tenant))
+        self._drop(self.ledger.forget(conversation, tenant))
 
     def _no_longer_load(self, conversation: str, tenant: str) -> None:
         if self._fleet is not None:
@@ -478,7 +480,8 @@ class Router:
         leave is released instead of filed. Turns that begin before the update is done are not covered: flush after it.
 
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
-        dropped = self.ledger.flush()
+        await self._ready_to_release()
+        dropped = await arrived(self.ledger.flush())
         if self._leases is None:
             return
         await self._leases.end_now(held for held in dropped if not held.leased)
@@ -493,13 +496,15 @@ class Router:
         is not given). Returns for how many seconds it can be used at least; `None` where there is nothing to renew, as with
         stock engines, whose leases cannot be. Raises `LeaseError` when an engine did not do it; those of the others are renewed
         all the same."""
-        held = [one for one in self.ledger.held_for(conversation, tenant) if one.leased]
+        await self._ready_to_release()
+        held = [one for one in await arrived(self.ledger.held_for(conversation, tenant)) if one.leased]
         if not held:
             return None
         renewal = await self.leases_kept.renew(held, ttl_s or self.config.decoder_kv_blocks_ttl)
         now = self.clock()
         usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewal.remaining.items()}
-        self.ledger.renewed(conversation, {name: now + left for name, left in usable.items()}, now, tenant)
+        deadlines = {name: now + left for name, left in usable.items()}
+        await arrived(self.ledger.renewed(conversation, deadlines, now, tenant))
         if renewal.failure is not None:
             raise renewal.failure
         return min((left for left in usable.values() if left), default=None)
@@ -530,14 +535,16 @@ class Router:
             await asyncio.wait(tasks)
 
     async def aclose(self) -> None:
-        """Releases every handle of this router and closes the connections."""
+        """Releases every handle of this router, but those that it shares with others, and closes the connections."""
         if self._leases is not None:
             self.pairs.cancel()
             if self._prober is not None:
                 await self._prober.aclose()
-            await self._end_now(self.ledger.flush())
+            if not self.ledger.shared:
+                await self._end_now(await arrived(self.ledger.flush()))
             await self.settled()
             self._leases.closed = True
+        await self.ledger.aclose()
         await self.client.aclose()
 
     def look_after_engines(self) -> None:
@@ -571,6 +578,21 @@ class Router:
         if dropped := tuple(dropped):
             self.leases_kept.end(dropped, ride=ride)
 
+    def _drop(self, dropped: Dropped, *, ride: bool = False) -> None:
+        """Releases what the ledger drops, in the background where it has to be waited for."""
+        if isinstance(dropped, tuple):
+            self._end(dropped, ride=ride)
+        else:
+            self._spawn(self._end_later(dropped, ride))
+
+    async def _ready_to_release(self) -> None:
+        """On a shared ledger there may be something to release before this router has run a turn."""
+        if self.ledger.shared:
+            await self.connect()
+
+    async def _end_later(self, dropped: Dropped, ride: bool) -> None:
+        self._end(await arrived(dropped), ride=ride)
+
     async def _end_now(self, dropped: Iterable[Held]) -> None:
         if dropped := tuple(dropped):
             await self.leases_kept.end_now(dropped)
@@ -585,16 +607,15 @@ class Router:
             case EndLease():
                 self.leases_kept.end_one(action)
             case GiveBack(key, taken):
-                self._end(self.ledger.give_back(key, taken))
+                self._drop(self.ledger.give_back(key, taken))
             case Lost(key, taken, reason):
-                self._end(self.ledger.lost(key, taken, reason))
+                self._drop(self.ledger.lost(key, taken, reason))
             case Settle(key, taken, branch):
-                self._end(self.ledger.settle(key, taken, branch, self.clock()), ride=True)
+                self._drop(self.ledger.settle(key, taken, branch, self.clock()), ride=True)
                 self._sweep_in_time(branch)
                 self._check_before_it_is_needed(branch)
             case DropEngine(decode, engine_id):
-                dropped = self.ledger.drop_engine(decode, engine_id)
-                log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
+                self._forget_process(decode, self.ledger.drop_engine(decode, engine_id))
             case NoteResponse(response, conversation, tenant):
                 self.responses.note(response, conversation, tenant)
             case Record(report):
@@ -606,12 +627,21 @@ class Router:
             case _:
                 assert_never(action)
 
+    def _forget_process(self, decode: str, dropped: Dropped) -> None:
+        if isinstance(dropped, tuple):
+            log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
+        else:
+            self._spawn(self._forget_process_later(decode, dropped))
+
+    async def _forget_process_later(self, decode: str, dropped: Dropped) -> None:
+        self._forget_process(decode, await arrived(dropped))
+
     def _sweep_in_time(self, branch: Branch) -> None:
         """What a request without a conversation left on a stock engine is released though no other request should come."""
         if not branch.by_history or branch.held is None or branch.held.leased:
             return
         if (left_s := branch.held.deadline - self.clock()) <= ONE_SHOT_S:
-            asyncio.get_running_loop().call_later(left_s, lambda: self._end(self.ledger.sweep(self.clock())))
+            asyncio.get_running_loop().call_later(left_s, lambda: self._drop(self.ledger.sweep(self.clock())))
 
     def _check_before_it_is_needed(self, branch: Branch) -> None:
         """The next turn will read from this D by way of the same P, if it can: found out while the agent works."""
@@ -749,7 +779,9 @@ class _Run:
     async def _meet(self, need: Need) -> Event:
         match need:
             case Take(key, chain, parent):
-                return Took(self._router.ledger.take(key, chain, self._router.clock(), self._router.usable, parent))
+                router = self._router
+                taken = router.ledger.take(key, chain, router.clock(), router.usable, parent)
+                return Took(taken if isinstance(taken, Taken) else await taken)
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .settings import ENGINE_KEY_VARIABLE, SETTINGS, Setting, Settings, load
+from .settings import ENGINE_KEY_VARIABLE, REDIS_URL_VARIABLE, SETTINGS, Setting, Settings, load
 
 _TITLES = {"server": "server", "engines": "engines", "limits": "limits", "router": "settings"}
 _HELP: Mapping[str, tuple[str, str]] = {
@@ -61,6 +61,13 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "max_conversations": ("N", "so many are kept; beyond, the one that was silent for longest is dropped"),
     "max_conversations_per_tenant": ("N", "so many of one tenant's, where there are API keys"),
     "max_branches": ("N", "histories that one conversation keeps at a time"),
+    "redis_url": (
+        "URL",
+        "a Redis or Valkey server on which routers share conversations, such as redis://host:6379/0; one with a password is "
+        f"better in {REDIS_URL_VARIABLE}",
+    ),
+    "redis_prefix": ("NAME", "begins every key there"),
+    "redis_timeout_s": ("SECONDS", "longest wait for an answer of that server"),
     "max_idle_s": ("SECONDS", "a conversation that was silent for this long is forgotten"),
 }
 

@@ -29,6 +29,8 @@ from .tls import client_context, server_context
 
 ENGINE_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
 """What the engines want as a bearer token. Not an option: everybody on a machine can read command lines."""
+REDIS_URL_VARIABLE = "BACKHAUL_REDIS_URL"
+"""Counts where neither the file nor an option has it."""
 ADMIN_KEY_VARIABLE = "BACKHAUL_ADMIN_KEY"
 MIN_ADMIN_KEY_LENGTH = 16
 """Nothing slows down somebody who guesses."""
@@ -162,6 +164,7 @@ def load(
     a line for each thing that is wrong."""
     reading = _Reading(None if file is None else os.fspath(file), flags)
     reading.secret("api_key", ENGINE_KEY_VARIABLE, environ)
+    reading.fallback("redis_url", REDIS_URL_VARIABLE, environ)
     reading.secret("admin_key", ADMIN_KEY_VARIABLE, environ)
     return reading.settings(environ)
 
@@ -186,6 +189,10 @@ class _Reading:
             self._problem(f"{self._place(name)}: {variable} in the environment is set too: leave one of them out")
         elif value:
             self._values[name] = value
+
+    def fallback(self, name: str, variable: str, environ: Mapping[str, str]) -> None:
+        if value := environ.get(variable):
+            self._values.setdefault(name, value)
 
     def settings(self, environ: Mapping[str, str]) -> Settings:
         router = self._made(RouterConfig, prefill=(), decode=())

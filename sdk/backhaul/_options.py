@@ -45,6 +45,9 @@ class RouterSettings(TypedDict, total=False):
     max_conversations_per_tenant: int
     max_branches: int
     max_idle_s: float
+    redis_url: str | None
+    redis_prefix: str
+    redis_timeout_s: float
 
 
 class _SharedOptions(RouterSettings, total=False):
