@@ -316,7 +316,7 @@ class Copy(MemoryLedger):
 
     def _ttl_ms(self, name: Name) -> int:
         left_s = self._limits.max_idle_s
-        keys = self._keys.get(name, ())
+        keys = self._keys_of(name.conversation, name.tenant)
         once = all(key in self._histories and self._conversations[key].turns <= 1 for key in keys)
         deadlines = [branch.held.deadline for branch in self._branches_of(name) if branch.held is not None]
         if once and deadlines:
@@ -333,7 +333,7 @@ class Copy(MemoryLedger):
                 self._conversations[key].seen,
                 [self._record(branch) for branch in self._conversations[key].branches],
             )
-            for key in sorted(self._keys.get(name, ()))
+            for key in sorted(self._keys_of(name.conversation, name.tenant))
         ]
 
     def _record(self, branch: Branch) -> _BranchRecord:
@@ -358,15 +358,19 @@ class Copy(MemoryLedger):
         )
 
     def _branches_of(self, name: Name) -> list[Branch]:
-        return [branch for key in self._keys.get(name, ()) for branch in self._conversations[key].branches]
+        return [
+            branch
+            for key in self._keys_of(name.conversation, name.tenant)
+            for branch in self._conversations[key].branches
+        ]
 
     def _is_anonymous(self, name: Name) -> bool:
-        return any(key in self._histories for key in self._keys.get(name, ()))
+        return any(key in self._histories for key in self._keys_of(name.conversation, name.tenant))
 
     def _ends_of(self, name: Name) -> frozenset[str]:
         return frozenset(
             self._redis_keys.end(key, branch.chain[-digests.SIZE :])
-            for key in self._keys.get(name, ())
+            for key in self._keys_of(name.conversation, name.tenant)
             for branch in self._conversations[key].branches
             if branch.by_history and branch.chain
         )
