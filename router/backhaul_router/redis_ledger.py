@@ -34,8 +34,8 @@ from .report import Reason
 log = logging.getLogger("backhaul")
 
 _T = TypeVar("_T")
-_TRIES = 50
-"""Of one change: others may be faster each time."""
+_PATIENCE_S = 5.0
+"""For how long a change that nobody waits for is tried: others may be faster each time."""
 _EARLY_S = 0.001
 """Handles are swept so long before their deadline, which has been from one clock to the other and back."""
 _AT_ONCE = 16
@@ -332,7 +332,8 @@ class RedisLedger:
         keys = [self._keys.record(name) for name in names]
         async with self._queue().turn(keys, wait_s):
             loaded = await self._load(keys)
-            for _ in range(_TRIES):
+            give_up = time.monotonic() + (wait_s or _PATIENCE_S)
+            while True:
                 copy = Copy(names, loaded, self._limits, self._keys)
                 result = work(copy, loaded.now)
                 changes = copy.changes(body_of(copy, result))
@@ -343,8 +344,9 @@ class RedisLedger:
                     room = tuple(held for head in answer[2:] for held in handles_in(head, loaded))
                     self._note(names, copy)
                     return _Changed(result, copy.offset, (*copy.flushed, *room), answer[1])
+                if time.monotonic() > give_up:
+                    raise LedgerUnavailable("others change the conversation all the time")
                 loaded = Loaded.of(answer[1:], self._clock())
-        raise LedgerUnavailable("others change the conversation all the time")
 
     async def _load(self, keys: Sequence[str]) -> Loaded:
         try:

@@ -358,7 +358,11 @@ class Copy(MemoryLedger):
         )
 
     def _branches_of(self, name: Name) -> list[Branch]:
-        return [branch for key in self._keys_of(name.conversation, name.tenant) for branch in self._conversations[key].branches]
+        return [
+            branch
+            for key in self._keys_of(name.conversation, name.tenant)
+            for branch in self._conversations[key].branches
+        ]
 
     def _is_anonymous(self, name: Name) -> bool:
         return any(key in self._histories for key in self._keys_of(name.conversation, name.tenant))
