@@ -219,6 +219,8 @@ class Counters:
     """By route."""
     reasons: Counter[str] = field(default_factory=Counter)
     retries: int = 0
+    withheld: int = 0
+    """Requests that were sent to no engine, since two had broken with them."""
     releases: int = 0
     failed_releases: int = 0
     unreachable_pins: int = 0

@@ -335,6 +335,7 @@ def _breakers(fleet: Fleet) -> Iterator[Metric]:
 def _counted(fleet: Fleet) -> Iterator[Metric]:
     counters = fleet.counters
     yield _total("retries", "Engine calls that were repeated.", value=counters.retries)
+    yield _total("withheld", "Requests that may have broken two engines, and got no third.", value=counters.withheld)
     yield _total("releases", "Releases that were sent to engines.", value=counters.releases)
     yield _total(
         "failed_releases", "Releases that failed: blocks stay pinned until the TTL.", value=counters.failed_releases

@@ -8,11 +8,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
-from . import digests, engine_changes, logs, salts, wire
+import msgspec
+
+from . import digests, engine_changes, logs, salts, suspects, wire
 from .audit import AuditLine, compare
 from .breakers import Who
 from .config import RouterConfig
@@ -62,6 +63,7 @@ from .report import Reason, ReuseReport, Route
 from .scope import ConversationScope, parent_of
 from .sse import EventSplitter
 from .stream import cleaned
+from .suspects import Suspects
 from .turn import ONE_SHOT_S, Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
@@ -83,8 +85,7 @@ _SALTED = ("/v1/embeddings",)
 """Of those, what runs the model, and so fills and reads an engine's prefix cache."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """What a client sent, whatever HTTP library or server it came through."""
 
     method: str
@@ -167,6 +168,7 @@ class Router:
             max_idle_s=config.max_idle_s,
             max_conversations_per_tenant=config.max_conversations_per_tenant,
         )
+        self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
@@ -339,15 +341,27 @@ class Router:
         if self.fleet.breaker.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
+        if (deaths := self.suspects.deaths(chain, now)) >= suspects.MOST:
+            return self._withheld(path)
         if identity is None or identity.by_history:
             identity = self._by_history(facts, chain, identity, request.tenant)
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, request.tenant, chain)
         turn.flushes = self.ledger.flushes
+        turn.deaths = deaths
         logs.note(turn)
         run = _Run(
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
         )
         return await run.start()
+
+    def _withheld(self, path: str) -> WholeReply:
+        self.fleet.counters.withheld += 1
+        message = (
+            f"this request was on {suspects.MOST} engines when their connections broke, and may be why: "
+            f"it is not sent to another one for {suspects.WINDOW_S:g} s"
+        )
+        log.warning("%s: %s", path, message)
+        return _error(path, 502, message, code="breaks_engines")
 
     def _unknown_response(self, facts: wire.Facts, tenant: str) -> str | None:
         """Why a tenant cannot go on from the response that it names: the engine would go on from anybody's."""
@@ -765,6 +779,8 @@ class _Run:
         named = turn.identity is not None and not turn.identity.by_history
         who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
         router.fleet.note_failure(engine, leg, failed, who, router.clock())
+        if failed is FailureKind.BROKEN:
+            router.suspects.broke(turn.chain, engine.url, router.clock())
         if router.fleet.breaker.any_open:
             router.look_after_engines()
 

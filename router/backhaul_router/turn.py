@@ -13,8 +13,8 @@ Rules that can be seen here:
   the ledger: D confirms what P is about to read, at that moment;
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
 - a request is sent again only when it was refused before it was read, when reading the handle may be what failed, when an
-  engine answered with an error, or when a prefill took too long; after a broken connection never, since the request may be
-  what broke the engine;
+  engine answered with an error, or when a prefill took too long; after a broken connection once, since the request may be
+  what broke the engine (`suspects`);
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
   or released.
@@ -22,7 +22,6 @@ Rules that can be seen here:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
-from . import digests, wire
+from . import digests, suspects, wire
 from .config import RouterConfig
 from .effects import (
     Action,
@@ -96,8 +95,7 @@ class State(Protocol):
         """What remains to be done when the client leaves now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """Nothing more to do."""
 
 
@@ -149,6 +147,8 @@ class Turn:
     """D has the client's own body, and the turn leaves nothing."""
     failed_on: frozenset[str] = frozenset()
     erred: frozenset[Role] = frozenset()
+    deaths: int = 0
+    """Engines that may have died of this request, in earlier turns with it too."""
     """Roles of which an engine answered with an error: one other is tried, not every one."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
@@ -181,7 +181,7 @@ class Turn:
         self.draft["on_record"] = self._on_record(taken)
         self._diverged_at(taken.diverged_at)
         if not self.config.reuse:
-            taken = dataclasses.replace(taken, reason=Reason.REUSE_OFF)
+            taken = msgspec.structs.replace(taken, reason=Reason.REUSE_OFF)
         state, actions = self._taken(taken, now)
         return state, (*self.release_held(*taken.drop), *actions)
 
@@ -287,7 +287,7 @@ class Turn:
         if self.spare is not None and self.fleet.is_down(self.spare.decode):
             self.failure = self.failure or Reason.DECODE_FAILED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
-        taken = self.taken if readable else dataclasses.replace(self.taken, held=None)
+        taken = self.taken if readable else msgspec.structs.replace(self.taken, held=None)
         placement = place(
             self.prompt,
             taken,
@@ -301,7 +301,7 @@ class Turn:
             leg = Leg.PREFILL if placement.role is Role.PREFILL else Leg.DECODE
             return self.refuse(None, 503, f"no {placement.role} engine is left to try", leg, now)
         if self.failure is not None:
-            placement = dataclasses.replace(placement, reason=self.failure)
+            placement = msgspec.structs.replace(placement, reason=self.failure)
         if placement.prefill is None:
             return self.decoding(placement, None), ()
         offered = placement.blocks * self.prompt.block_size
@@ -381,7 +381,7 @@ class Turn:
         if self.spare is None:
             return ()
         given = GiveBack(self.key, self.taken)
-        self.taken, self.spare = dataclasses.replace(self.taken, held=None), None
+        self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (given,)
 
     def sent(self) -> Held | None:
@@ -397,7 +397,7 @@ class Turn:
         if self.taken.held is None or (self.spare is not None and self.void is None):
             return self.give_back()
         lost = Lost(self.key, self.taken, self.void or self.failure or Reason.NO_HANDLE)
-        self.taken, self.spare = dataclasses.replace(self.taken, held=None), None
+        self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (lost,)
 
     def release(self, handle: wire.Handle | None, decode: Engine) -> Actions:
@@ -415,14 +415,19 @@ class Turn:
         return (Release(handle.params, via),) if via is not None else ()
 
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
-        """The engine to try after one that failed: where nobody read it, or, once, after an error or a prefill that took
-        too long."""
+        """The engine to try after one that failed: where nobody read it, or, once, after an error, a broken connection or a
+        prefill that took too long."""
         again = kind is FailureKind.ERROR or (kind is FailureKind.TIMEOUT and failed.role is Role.PREFILL)
-        if again and failed.role not in self.erred:
+        if (again or (kind is FailureKind.BROKEN and self.outlives())) and failed.role not in self.erred:
             self.erred |= {failed.role}
         elif kind is not FailureKind.REFUSED:
             return None
         return self.fleet.pick(failed.role, None, self.failed_on | {failed.url})
+
+    def outlives(self) -> bool:
+        """Whether the request may go out again after a connection broke: one engine may have died of it, and no second one."""
+        self.deaths += 1
+        return self.deaths < suspects.MOST
 
     def retry(self) -> None:
         self.draft["retries"] = self.draft.get("retries", 0) + 1
@@ -527,7 +532,7 @@ class Turn:
         if placement.route is not Route.LOCAL or self.token_ids is None or branch.block_size != self.prompt.block_size:
             return None
         shared = digests.common(self.prompt.blocks, branch.blocks) * branch.block_size
-        return dataclasses.replace(spare, tokens=min(spare.tokens, shared)) if shared else None
+        return msgspec.structs.replace(spare, tokens=min(spare.tokens, shared)) if shared else None
 
     def _held(
         self, handle: wire.Handle | None, decode: Engine, generated: tuple[int, ...] | None, now: float
@@ -694,8 +699,7 @@ class Turn:
 _PASSED_HEADERS = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "cache-control")
 
 
-@dataclass(frozen=True)
-class Taking:
+class Taking(msgspec.Struct, frozen=True):
     """The ledger is asked for the conversation's history."""
 
     turn: Turn
@@ -715,8 +719,7 @@ class Taking:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Rendering:
+class Rendering(msgspec.Struct, frozen=True):
     """An engine's own renderer turns the messages into token ids, so that they can be compared before anything runs."""
 
     turn: Turn
@@ -748,12 +751,12 @@ class Rendering:
                 return turn.placed(now)
             case Answered(400 | 413 | 422):
                 return turn.leave_to_decode(Reason.NO_PROOF, now)
-            case Failed(FailureKind.BROKEN, message):
+            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
                 return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Answered() | Failed():
                 if len(self.engines) > 1:
                     turn.retry()
-                    return dataclasses.replace(self, engines=self.engines[1:], since=now), ()
+                    return msgspec.structs.replace(self, engines=self.engines[1:], since=now), ()
                 turn.no_proof = True
                 return turn.placed(now)
             case Took() | Checked() | Opened() | Chunk() | Ended():
@@ -765,8 +768,7 @@ class Rendering:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Closing:
+class Closing(msgspec.Struct, frozen=True):
     """Where does the last answer end in the prompt? The renderer is asked for the history up to there."""
 
     turn: Turn
@@ -788,7 +790,7 @@ class Closing:
                 turn.draft["render_ms"] += (now - self.since) * 1e3
                 turn.continued(self.token_ids, (wire.read_rendered(body) or ()) if status == 200 else (), self.engine)
                 return turn.placed(now)
-            case Failed(FailureKind.BROKEN, message):
+            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
                 return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Failed():
                 turn.continued(self.token_ids, (), self.engine)
@@ -802,8 +804,7 @@ class Closing:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Checking:
+class Checking(msgspec.Struct, frozen=True):
     """Nobody has read from this D by way of this P yet, and a P without bi-directional mode would hang."""
 
     turn: Turn
@@ -828,8 +829,7 @@ class Checking:
         return (*self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Prefilling:
+class Prefilling(msgspec.Struct, frozen=True):
     """P computes the prompt, reading what it may, and keeps the blocks for D."""
 
     turn: Turn
@@ -913,7 +913,7 @@ class Prefilling:
         reason = reason_of(account.why)
         if reason in VOID:
             self.turn.void = reason
-        return dataclasses.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
+        return msgspec.structs.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
 
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
         """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
@@ -949,7 +949,7 @@ class Prefilling:
             turn.draft["offered"] = 0
             if kind is not FailureKind.BROKEN:
                 turn.retry()
-                cold = dataclasses.replace(
+                cold = msgspec.structs.replace(
                     self.placement, route=Route.COLD, proof=None, blocks=0, reason=Reason.READ_FAILED
                 )
                 return Prefilling(turn, cold, self.engine, now), rest
@@ -959,7 +959,7 @@ class Prefilling:
             if self.warm:  # the other may not check handles, or not be able to read this one
                 state, actions = turn.placed(now)
                 return state, (*rest, *actions)
-            return Prefilling(turn, dataclasses.replace(self.placement, prefill=other), other, now), rest
+            return Prefilling(turn, msgspec.structs.replace(self.placement, prefill=other), other, now), rest
         status = 504 if kind is FailureKind.TIMEOUT else 502
         return turn.refuse(self.placement, status, message, Leg.PREFILL, now, rest, unread=kind is FailureKind.REFUSED)
 
@@ -969,8 +969,7 @@ class Prefilling:
         return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Decoding:
+class Decoding(msgspec.Struct, frozen=True):
     """D is asked; its head has not come yet."""
 
     turn: Turn
@@ -1028,7 +1027,7 @@ class Decoding:
         if self.as_it_is:
             return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
         if kind is FailureKind.REFUSED and self.prefilled is not None:
-            return turn.decoding(dataclasses.replace(placement, decode=other), self.prefilled), self.not_admitted()
+            return turn.decoding(msgspec.structs.replace(placement, decode=other), self.prefilled), self.not_admitted()
         turn.failure = Reason.DECODE_FAILED
         state, actions = turn.placed(now)
         return state, (*self.release(), *actions)
@@ -1048,8 +1047,7 @@ class Decoding:
         return (*self.release(), *self.turn.unfinished(), report)
 
 
-@dataclass(frozen=True)
-class Collecting:
+class Collecting(msgspec.Struct, frozen=True):
     """D answers with a whole body."""
 
     before: Decoding
@@ -1064,7 +1062,7 @@ class Collecting:
     def next(self, event: Event, now: float) -> Step:
         match event:
             case Chunk(data):
-                return dataclasses.replace(self, parts=(*self.parts, data)), ()
+                return msgspec.structs.replace(self, parts=(*self.parts, data)), ()
             case Ended():
                 body = b"".join(self.parts)
                 return self._answer(body, now) if self.status == 200 else self._error(body, now)
@@ -1105,8 +1103,7 @@ class Collecting:
         return (*release, *turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Relaying:
+class Relaying(msgspec.Struct, frozen=True):
     """D streams. Until its first event the client has seen nothing, and the turn can still be tried again."""
 
     before: Decoding
@@ -1151,7 +1148,7 @@ class Relaying:
         if passed:
             actions += (Send(passed),)
         if not stream.finished:
-            return (self if self.started else dataclasses.replace(self, started=True)), actions
+            return (self if self.started else msgspec.structs.replace(self, started=True)), actions
         last = Send(stream.last)
         if stream.error is not None:
             ended = (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 from backhaul_router import digests
 from backhaul_router.ledger import Held, Key, MemoryLedger, Taken
 from backhaul_router.report import Reason
@@ -54,7 +53,7 @@ def test_a_turn_without_a_name_that_began_before_the_flush_leaves_nothing() -> N
     ledger, left = MemoryLedger(), held("1")
     running = Taken(reason=Reason.FIRST_TURN, flushes=ledger.flushes)
     ledger.flush()
-    new = dataclasses.replace(branch((b"a",), held=left), by_history=True)
+    new = msgspec.structs.replace(branch((b"a",), held=left), by_history=True)
     assert ledger.settle(KEY, running, new, 0.0) == (left,)
     assert ledger.handles() == ()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable
 
+import msgspec
 from backhaul_router.effects import (
     Answered,
     Call,
@@ -71,7 +71,8 @@ class Journey:
         """Handles whose blocks are pinned for us, by who pins them: every one must be filed, sent on, or released."""
         self.read: set[str] = set()
         """Handles that an engine has read, or may have."""
-        self.broken = False
+        self.broken = 0
+        """Connections that broke on a request: one may, for all that is known, by the request itself."""
         self.parts: list[bytes] = []
         """Of D's whole answer, as far as it has come."""
         self.has_handle = False
@@ -79,7 +80,7 @@ class Journey:
         renders = self.draw(st.booleans())
         taken = self.draw(st.sampled_from([FIRST, history(), history(range(128)), history(common=False)]))
         if self.draw(st.booleans()):
-            taken = dataclasses.replace(taken, drop=(Held(handle("dropped"), D1, 0.0, 1),))
+            taken = msgspec.structs.replace(taken, drop=(Held(handle("dropped"), D1, 0.0, 1),))
             self.owed["dropped"] = "d"
         if taken.held is not None:
             self.owed[OLD] = "d"
@@ -139,13 +140,15 @@ class Journey:
 
     def answer(self) -> None:
         need = self.drive.need
-        assert not (self.broken and isinstance(need, Call | Open)), "a request went out again after a connection broke"
+        assert self.broken < 2 or not isinstance(need, Call | Open), (
+            "a request went out again after two connections broke"
+        )
         match need:
             case Call(Leg.RENDER):
                 come = self.one_of(
                     rendered, rendered, lambda: Answered(self.status(), JSON, b"{}"), self.failed, lambda: rendered(())
                 )
-                self.broken = isinstance(come, Failed) and come.kind is BROKEN
+                self.broken += isinstance(come, Failed) and come.kind is BROKEN
                 self.drive.feed(come)
             case Call(Leg.PREFILL):
                 self.answer_prefill(need)
@@ -153,7 +156,7 @@ class Journey:
                 come = self.one_of(
                     lambda: STREAM, lambda: BODY, lambda: BODY, lambda: Opened(self.status(), JSON), self.failed
                 )
-                self.broken = isinstance(come, Failed) and come.kind is BROKEN
+                self.broken += isinstance(come, Failed) and come.kind is BROKEN
                 self.reading, self.parts, self.has_handle = need, [], False
                 self.drive.feed(come)
                 if come == BODY:  # it is sent when the answer is complete
@@ -187,7 +190,7 @@ class Journey:
             self.failed,
         )
         refused = isinstance(come, Failed) and come.kind is REFUSED
-        self.broken = isinstance(come, Failed) and come.kind is BROKEN
+        self.broken += isinstance(come, Failed) and come.kind is BROKEN
         self.sent_to_prefill(call, unread=refused or (isinstance(come, Answered) and 400 <= come.status < 500))
         if isinstance(come, Answered) and come.status == 200:
             name = json.loads(call.body)["kv_transfer_params"].get("remote_request_id")
@@ -234,7 +237,7 @@ class Journey:
                 self.parts.append(come.data)
             elif come == Ended():
                 self.owe_for(b"".join(self.parts))
-        self.broken = isinstance(come, Failed) and come.kind is BROKEN
+        self.broken += isinstance(come, Failed) and come.kind is BROKEN
         self.drive.feed(come)
         if any(isinstance(action, Respond) and action.status == 200 for action in self.drive.actions):
             self.decode_has_read()
@@ -307,8 +310,8 @@ class ConnectorJourney(Journey):
         ]
         if taken.held is not None and taken.branch is not None:
             left = leased(OLD)
-            on_file = dataclasses.replace(taken.branch, held=left)
-            taken = dataclasses.replace(taken, branch=on_file, held=left)
+            on_file = msgspec.structs.replace(taken.branch, held=left)
+            taken = msgspec.structs.replace(taken, branch=on_file, held=left)
         self.taken = taken if identity is not None else Taken()
         on = Fleet(engines)
         on.release_later(Holder(D1), ["due"])

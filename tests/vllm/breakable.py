@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from backhaul_connector.launch import Engine, EngineCommand
 from backhaul_router.config import RouterConfig
 from backhaul_router.engine_client import EngineAnswer, EngineCall
@@ -104,7 +105,7 @@ class Catching(HttpClient):
         async def rewritten(call: EngineCall) -> EngineCall:
             body = json.loads(call.body or b"{}")
             change(body["kv_transfer_params"])
-            return replace(call, body=json.dumps(body).encode())
+            return msgspec.structs.replace(call, body=json.dumps(body).encode())
 
         self.catch(engine, rewritten)
 
@@ -267,6 +268,11 @@ async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -
     while not await holds():
         assert time.monotonic() < deadline, f"it did not come to pass within {timeout_s:g} s"
         await asyncio.sleep(0.02)
+
+
+async def runs(url: str) -> bool:
+    """Whether a request runs on the engine."""
+    return (await metrics(url))["vllm:num_requests_running"] > 0
 
 
 async def waits_for_blocks(engine: Engine) -> bool:
