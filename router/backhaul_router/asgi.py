@@ -50,6 +50,7 @@ from .readiness import readiness
 from .report import ReuseReport
 from .reports import Recorded, ReportLogs
 from .router import Reply, Request, Router
+from .spans import Tracing
 from .tenants import NO_TENANTS, Tenant, Tenants
 from .wire import Endpoint, api_of
 
@@ -128,6 +129,8 @@ class App:
             await self.admin.aclose()
         finally:
             await self.router.aclose()
+            if self.router.tracing is not None:
+                await asyncio.to_thread(self.router.tracing.shutdown)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -483,15 +486,16 @@ def make_app(
     tenants: Tenants = NO_TENANTS,
     *,
     metrics_public: bool = True,
+    tracing: Tracing | None = None,
     audit_every_s: float = AUDIT_EVERY_S,
     limits: Limits | None = None,
     log_turns: bool = True,
 ) -> App:
     """An application with a router of its own, which an ASGI server's lifespan connects and closes. With `tenants` every
     request takes one of their keys. Without `metrics_public` `/metrics` answers to loopback addresses only. With `log_turns`
-    each turn is a line in the log (`backhaul.turns`, INFO)."""
+    each turn is a line in the log (`backhaul.turns`, INFO). `tracing` is shut down with the application."""
     reports = ReportLogs()
-    router = Router(config)
+    router = Router(config, tracing=tracing)
     metrics = MetricsPage(router, public=metrics_public, audit_every_s=audit_every_s)
 
     def record(report: ReuseReport) -> None:

@@ -27,6 +27,7 @@ from .asgi import App, is_loopback, make_app
 from .config import RouterConfig
 from .errors import ConfigError
 from .http_limits import LimitedHttp
+from .otlp import tracing_from
 from .reload import Reload
 from .settings import ServerSettings, Settings
 from .tenants import KEYS_VARIABLE, NO_TENANTS, Tenants
@@ -95,6 +96,7 @@ def serve_settings(
             metrics_public=of_server.metrics_public,
             limits=settings.limits,
             log_turns=of_server.log_turns,
+            tracing=tracing_from(of_server.otlp_endpoint),
         )
         app.admin.set_key(settings.admin_key)
         if load is not None:

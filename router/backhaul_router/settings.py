@@ -52,6 +52,8 @@ class ServerSettings:
     """A line for each turn."""
     metrics_public: bool = True
     """False: `/metrics` answers to loopback addresses only."""
+    otlp_endpoint: str | None = None
+    """An OpenTelemetry collector's URL; `None` leaves it to OpenTelemetry's own variables."""
     api_keys: str | None = None
     """A file with tables `[tenants.NAME]`, in place of those in the configuration file."""
 
