@@ -46,6 +46,8 @@ _FIELDS = (
     "decode_engine",
 )
 """Of a report, in the order in which they are written. What is not known is left out."""
+_LONGEST = 256
+"""Characters of a value: a client can name any model."""
 _ATTRIBUTE = "backhaul_turn"
 """Of a log record: what a turn's line says."""
 
@@ -106,7 +108,7 @@ def log_turn(report: ReuseReport) -> None:
     for name in _FIELDS:
         value = getattr(report, name, None)
         if value is not None and value != "":
-            said[name] = round(value, 2) if isinstance(value, float) else value
+            said[name] = round(value, 2) if isinstance(value, float) else _short(value)
     log.info("turn %s", _Pairs(said), extra={_ATTRIBUTE: said})
 
 
@@ -163,6 +165,10 @@ class _Pairs:
 
     def __str__(self) -> str:
         return " ".join(f"{name}={_shown(value)}" for name, value in self._pairs.items())
+
+
+def _short(value: Any) -> Any:
+    return f"{value[:_LONGEST]}..." if isinstance(value, str) and len(value) > _LONGEST else value
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ WHOLE_PROGRAMS = (
     "test_demo",
     "test_framework_examples",
     "test_left_behind",
+    "test_operation_programs",
     "test_readme",
     "test_redis_ledger",
     "test_redis_router",

@@ -1,10 +1,9 @@
-"""A served router in operation: engines that come and go, limits, readiness, the configuration read again, TLS, IPv6, the end."""
+"""A served router in operation: engines that come and go, limits, readiness, the configuration read again, TLS, IPv6."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
 from backhaul_router.settings import ServerSettings, Settings
 from backhaul_router.tenants import NO_TENANTS, Tenants
-from served import freed, in_thread, operating, serving
+from served import freed, in_thread, operating
 
 CHAT = "/v1/chat/completions"
 ADMIN = "/backhaul/admin"
@@ -399,33 +398,3 @@ async def test_router_and_engines_all_on_ipv6() -> None:
             url = f"http://[::1]:{pair.decode.config.port}/"
             drained = await http.post(f"{ADMIN}/engines/drain", params={"url": url})
             assert (drained.status_code, drained.json()["handles"]) == (200, 1)
-
-
-# --- the end
-
-
-async def test_told_to_stop_it_says_so_first_and_answers_as_before(pair: LoopbackPair) -> None:
-    async with serving(pair, "--shutdown-delay-s", "2", "--log-format", "json") as served:
-        assert (await served.http.get("/ready")).status_code == 200
-        served.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
-            while (answer := await served.http.get("/ready")).status_code == 200:
-                await asyncio.sleep(0.01)
-        assert (answer.json()["reason"], answer.headers["connection"]) == ("shutting down", "close")
-        assert (await served.http.post(CHAT, json=body(pair))).status_code == 200
-        status, out, err = await served.stop()  # a second signal does not wait
-        assert (status, out.splitlines()[-1]) == (0, "stopped")
-        assert '"route":"cold"' in err
-
-
-async def test_the_configuration_file_is_read_again(pair: LoopbackPair, tmp_path: Path) -> None:
-    file = tmp_path / "backhaul.toml"
-    file.write_text("[router]\nmax_body_bytes = 100000\n")
-    async with serving(pair, "--config", str(file)) as served:
-        file.write_text("[router]\nmax_body_bytes = 10\n")
-        answer = await served.http.post(f"{ADMIN}/reload")
-        assert answer.json()["changed"] == ["[router] max_body_bytes"]
-        assert (await served.http.post(CHAT, json=body(pair))).status_code == 413
-        file.write_text("[router]\nmax_body_byte = 10\n")
-        answer = await served.http.post(f"{ADMIN}/reload")
-        assert (answer.status_code, "did you mean max_body_bytes?" in answer.text) == (400, True)

@@ -107,6 +107,11 @@ def test_what_a_client_makes_up_is_one_value_on_one_line(as_text: Written, made_
     assert " turn=3 route=cold" in rest
 
 
+def test_what_a_client_makes_up_is_not_written_at_any_length(as_json: Written) -> None:
+    logs.log_turn(report(model="m" * 10_000))
+    assert as_json.json[0]["model"] == "m" * 256 + "..."
+
+
 # --- the other lines of a turn
 
 
