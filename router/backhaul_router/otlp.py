@@ -1,7 +1,7 @@
 """Where a served router sends its spans: an OpenTelemetry collector that takes OTLP over HTTP (protobuf).
 
-The collector comes from `--otlp-endpoint`, or from the environment as OpenTelemetry defines it, which also says the rest: headers
-with credentials, sampling, resource attributes, batches.
+The collector comes from the setting `otlp_endpoint`, or from the environment as OpenTelemetry defines it, which also says the
+rest: headers with credentials, sampling, resource attributes, batches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _LAST_SPANS_S: Final = 3.0
 
 
 def tracing_from(endpoint: str | None) -> Tracing | None:
-    """The tracing that `--otlp-endpoint` or, without it, the environment asks for; `None` where neither does.
+    """The tracing that `otlp_endpoint` or, without it, the environment asks for; `None` where neither does.
 
     Raises `ConfigError`: the endpoint is no URL, or the extra `otel` is missing. Where only the environment asks for spans, as it
     may ask every program on a host, a missing extra is a warning."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     if endpoint is not None:
-        return _tracing_to(_traces_url(endpoint))
+        return _tracing_to(traces_url(endpoint))
     named = next((name for name in ENDPOINT_VARIABLES if os.environ.get(name)), None)
     if named is None or os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
         return None
@@ -43,15 +43,15 @@ def tracing_from(endpoint: str | None) -> Tracing | None:
         return None
 
 
-def _traces_url(endpoint: str) -> str:
-    """Raises `ConfigError`."""
+def traces_url(endpoint: str) -> str:
+    """Where spans go, by a collector's base URL. Raises `ConfigError`."""
     try:
         parts = urlsplit(endpoint)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"--otlp-endpoint {endpoint}: a collector's URL looks like http://host:4318")
+        raise ConfigError(f"otlp_endpoint={endpoint}: a collector's URL looks like http://host:4318")
     base = endpoint.rstrip("/")
     return base if base.endswith(_PATH) else base + _PATH
 

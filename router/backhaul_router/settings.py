@@ -24,6 +24,7 @@ from .admission import Limits
 from .config import RouterConfig
 from .errors import ConfigError
 from .logs import LogFormat
+from .otlp import traces_url
 from .tenants import Tenants
 from .tls import client_context, server_context
 
@@ -67,6 +68,8 @@ class ServerSettings:
                 raise ConfigError(f"{name}={getattr(self, name)}: a number of seconds, 0 or more")
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError(f"tls_key={self.tls_key}: a key without a certificate (tls_cert)")
+        if self.otlp_endpoint is not None:
+            traces_url(self.otlp_endpoint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -386,7 +386,7 @@ def test_a_server_that_nobody_asks_for_spans_makes_none(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("url", ["collector:4318", "grpc://collector:4317", "http://", "http://[::1"])
 def test_an_endpoint_that_is_no_url_is_refused_at_the_start(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--prefill", "http://p:1", "--decode", "http://d:1", "--otlp-endpoint", url]) == 2
-    assert f"--otlp-endpoint {url}" in capsys.readouterr().err
+    assert f"otlp_endpoint={url}" in capsys.readouterr().err
 
 
 def test_without_the_extra_an_option_is_an_error_and_the_environment_a_warning(

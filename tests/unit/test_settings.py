@@ -131,6 +131,10 @@ def test_the_example_can_be_used_and_shows_every_setting_with_its_default() -> N
         ("[server]\nport = 70000", "[server] port: port 70000: from 0 to 65535"),
         ("[server]\ngrace_s = inf", "[server] grace_s: grace_s=inf: a number of seconds, 0 or more"),
         ("[server]\ntls_key = 'k'", "[server] tls_key: tls_key=k: a key without a certificate (tls_cert)"),
+        (
+            "[server]\notlp_endpoint = 'collector:4318'",
+            "[server] otlp_endpoint: otlp_endpoint=collector:4318: a collector's URL looks like http://host:4318",
+        ),
         ("[limits]\nqueue_timeout_s = 0", "[limits] queue_timeout_s: queue_timeout_s=0: a number of seconds above 0"),
         ("[admin]\nkey = 'short'", "admin_key: at least 16 characters of ASCII, and no spaces"),
         (
