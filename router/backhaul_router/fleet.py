@@ -20,6 +20,7 @@ import msgspec
 from .errors import ConfigError
 from .extension import Account
 from .report import ReuseReport
+from .retention import Reserved, Retention
 from .wire import process_of
 
 log = logging.getLogger("backhaul")
@@ -59,6 +60,8 @@ class Engine:
     """When the process that answered began (`start_of`); `None` where it does not say."""
     ranks: frozenset[str] = frozenset()
     """Its data-parallel ranks, where one address stands for several."""
+    kv_tokens: int | None = None
+    """Tokens that its KV cache has room for, over all ranks; `None` when the engine does not say."""
 
     @property
     def hides_handles(self) -> bool:
@@ -91,6 +94,17 @@ def block_size_of(metrics: str) -> int | None:
     """The block size that an engine's `/metrics` page names."""
     found = _BLOCK_SIZE.search(metrics)
     return int(found[1]) if found else None
+
+
+def kv_tokens_of(metrics: str) -> int | None:
+    """How many tokens fit into the engine's KV cache, by its `/metrics` page. With data parallelism vLLM 0.32 writes the sum of
+    `num_gpu_blocks` beside every rank, and what one rank has as `kv_cache_size_tokens` (v1/engine/core_client.py)."""
+    lines = re.findall(r"^vllm:cache_config_info\{([^}]*)\}", metrics, re.MULTILINE)
+    found = dict(re.findall(r'\b(block_size|num_gpu_blocks|kv_cache_size_tokens)="(\d+)"', lines[0] if lines else ""))
+    if size := int(found.get("kv_cache_size_tokens", 0)):
+        return size * len(lines)
+    blocks = int(found.get("num_gpu_blocks", 0)) - len(lines)  # less the null block of each
+    return blocks * int(found["block_size"]) if blocks > 0 and "block_size" in found else None
 
 
 def ranks_of(metrics: str) -> frozenset[str]:
@@ -227,8 +241,11 @@ class Counters:
 class Fleet:
     """The engines, and what changes about them. Methods hold a lock and never await."""
 
-    def __init__(self, engines: Iterable[Engine]) -> None:
+    def __init__(self, engines: Iterable[Engine], retention: Retention | None = None) -> None:
         self._by_url: dict[str, Engine] = {engine.url: engine for engine in engines}
+        self.retention = Retention() if retention is None else retention
+        for engine in self.decode:
+            self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
         self.counters = Counters()
         self._in_flight: Counter[str] = Counter()
         self._engine_ids: dict[str, str] = {}
@@ -266,6 +283,8 @@ class Fleet:
         check_fit([*self.engines, engine])
         with self._lock:
             self._by_url = {**self._by_url, engine.url: engine}
+        if engine.role is Role.DECODE:
+            self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
 
     def get(self, url: str | None) -> Engine | None:
         return self._by_url.get(url) if url else None
@@ -324,6 +343,16 @@ class Fleet:
             if due[at_most:]:
                 self._to_release[holder] = due[at_most:]
             return tuple(due[:at_most])
+
+    def reserve(self, decode: Engine, prompt: int, answer: int, *, sent: bool) -> Reserved:
+        """A turn runs there, now (`sent`) or soon. Leases that are in its way are released at once, so that it takes them along;
+        all that is given up is `retention`'s to tell."""
+        reserved, victims = self.retention.reserve(decode.url, prompt, answer, sent=sent)
+        for victim in victims:
+            if victim.with_turn:
+                holder = Holder.of(victim.held.decode, victim.held.handle.engine_id)
+                self.release_later(holder, [victim.held.handle.request_id])
+        return reserved
 
     @property
     def releasing(self) -> tuple[Holder, ...]:

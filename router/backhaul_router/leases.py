@@ -77,10 +77,14 @@ class Leases:
     def end(self, dropped: Iterable[Held], *, ride: bool = False) -> None:
         """Begins to release. With `ride` leases may wait a moment for a request that takes them along."""
         for holder in self._note(dropped, self._spawn):
-            if ride and holder.rank is None:
-                asyncio.get_running_loop().call_later(_RIDE_S, self._end_due, holder)
-            else:
-                self._end_due(holder)
+            self.end_soon(holder, ride=ride)
+
+    def end_soon(self, holder: Holder, *, ride: bool = True) -> None:
+        """Sends what is due there, unless a request takes it along."""
+        if ride and holder.rank is None:
+            asyncio.get_running_loop().call_later(_RIDE_S, self._end_due, holder)
+        else:
+            self._end_due(holder)
 
     async def end_now(self, dropped: Iterable[Held]) -> None:
         """Returns when everything is released, or has failed to."""

@@ -45,7 +45,9 @@ async def pause(router: Router, conversation: str, seconds: float) -> Paused:
             refused |= {one.name: f"it could not be renewed: {error}" for one in short}
     await router.release_some(conversation, set(refused), Reason.EXPIRED)
     now = router.clock()
-    kept = [one.deadline - now for one in router.ledger.held_for(conversation) if one.deadline > now]
+    left = [one for one in router.ledger.held_for(conversation) if one.deadline > now]
+    router.retention.paused([one.name for one in left], now, pause_s)
+    kept = [one.deadline - now for one in left]
     return Paused(
         kept_s=min(kept, default=None), released=len(refused), why="; ".join(sorted(set(refused.values()))) or None
     )

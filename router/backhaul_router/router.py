@@ -45,10 +45,11 @@ from .effects import (
 )
 from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
 from .errors import ConfigError, error_event
-from .fleet import Engine, Fleet, Role, check_fit
+from .fleet import Engine, Fleet, Holder, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
 from .identity import HEADERS, Identity, IdentityError, identify, with_parent
+from .kept_kv import look
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key, MemoryLedger
@@ -56,10 +57,11 @@ from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe
 from .report import Reason, ReuseReport, Route
+from .retention import Cause, Retention
 from .scope import ConversationScope, parent_of
 from .sse import EventSplitter
 from .stream import cleaned
-from .turn import ONE_SHOT_S, Done, Relaying, State, Turn
+from .turn import Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
 
@@ -155,6 +157,7 @@ class Router:
         self.ledger = MemoryLedger(
             max_conversations=config.max_conversations, max_branches=config.max_branches, max_idle_s=config.max_idle_s
         )
+        self.retention = Retention(config.retained_tokens_budget, config.one_shot_s)
         self.on_report = on_report
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
@@ -201,7 +204,7 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found)
+            self._fleet = Fleet(found, self.retention)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
             self._absent = {url: wanted[url] for url in absent}
@@ -272,7 +275,9 @@ class Router:
             return _error(path, 400, str(error), code="malformed_hint", param=error.param)
         await self.connect()
         now = self.clock()
-        self._end(self.ledger.sweep(now))
+        self._end(self.ledger.sweep(now), why=Cause.EXPIRED)
+        if looked_at := self.retention.to_look_at(now):
+            self._spawn(look(self.client, self.fleet, self.leases_kept, looked_at))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
         chain = digests.chain(facts.parts)
@@ -366,6 +371,7 @@ class Router:
 
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
         dropped = self.ledger.flush()
+        self.retention.dropped(dropped, Cause.FLUSHED)
         if self._leases is None:
             return
         await self._leases.end_now(held for held in dropped if not held.leased)
@@ -386,7 +392,9 @@ class Router:
         renewal = await self.leases_kept.renew(held, ttl_s or self.config.decoder_kv_blocks_ttl)
         now = self.clock()
         usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewal.remaining.items()}
-        self.ledger.renewed(conversation, {name: now + left for name, left in usable.items()}, now)
+        deadlines = {name: now + left for name, left in usable.items()}
+        self.ledger.renewed(conversation, deadlines, now)
+        self.retention.renewed(deadlines, now)
         if renewal.failure is not None:
             raise renewal.failure
         return min((left for left in usable.values() if left), default=None)
@@ -447,13 +455,30 @@ class Router:
         task.add_done_callback(self._background.discard)
         return task
 
-    def _end(self, dropped: Iterable[Held], *, ride: bool = False) -> None:
+    def _end(self, dropped: Iterable[Held], *, ride: bool = False, why: Cause = Cause.ENDED) -> None:
         if dropped := tuple(dropped):
+            self.retention.dropped(dropped, why)
             self.leases_kept.end(dropped, ride=ride)
 
     async def _end_now(self, dropped: Iterable[Held]) -> None:
         if dropped := tuple(dropped):
+            self.retention.dropped(dropped)
             await self.leases_kept.end_now(dropped)
+
+    def give_up_retained(self) -> None:
+        """Drops and releases what `retention` has given up."""
+        for victim in self.retention.take_due():
+            name, key = victim.held.name, victim.key
+            dropped = self.ledger.drop_for(
+                key.conversation,
+                lambda held: held.name == name,  # noqa: B023
+                Reason.EVICTED,
+                key.tenant,
+            )
+            if victim.with_turn:
+                self.leases_kept.end_soon(Holder.of(victim.held.decode, victim.held.handle.engine_id))
+            else:
+                self._end(dropped, ride=True)
 
     # --- what a run performs
 
@@ -465,15 +490,24 @@ class Router:
             case EndLease():
                 self.leases_kept.end_one(action)
             case GiveBack(key, taken):
-                self._end(self.ledger.give_back(key, taken))
+                dropped = self.ledger.give_back(key, taken)
+                self.retention.gave_back(taken, dropped)
+                self._end(dropped)
             case Lost(key, taken, reason):
-                self._end(self.ledger.lost(key, taken, reason))
+                dropped = self.ledger.lost(key, taken, reason)
+                self.retention.lost(taken, dropped)
+                self._end(dropped)
             case Settle(key, taken, branch):
-                self._end(self.ledger.settle(key, taken, branch, self.clock()), ride=True)
+                now = self.clock()
+                dropped = self.ledger.settle(key, taken, branch, now)
+                self.retention.settled(key, taken, branch, dropped, now)
+                self._end(dropped, ride=True)
+                self.give_up_retained()
                 self._sweep_in_time(branch)
                 self._check_before_it_is_needed(branch)
             case DropEngine(decode, engine_id):
                 dropped = self.ledger.drop_engine(decode, engine_id)
+                self.retention.dropped(dropped, Cause.UNUSABLE)
                 log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
             case NoteResponse(response, conversation):
                 self.responses.note(response, conversation)
@@ -490,8 +524,11 @@ class Router:
         """What a request without a conversation left on a stock engine is released though no other request should come."""
         if not branch.by_history or branch.held is None or branch.held.leased:
             return
-        if (left_s := branch.held.deadline - self.clock()) <= ONE_SHOT_S:
-            asyncio.get_running_loop().call_later(left_s, lambda: self._end(self.ledger.sweep(self.clock())))
+        if (left_s := branch.held.deadline - self.clock()) <= self.config.one_shot_s:
+            asyncio.get_running_loop().call_later(left_s, self._sweep)
+
+    def _sweep(self) -> None:
+        self._end(self.ledger.sweep(self.clock()), why=Cause.EXPIRED)
 
     def _check_before_it_is_needed(self, branch: Branch) -> None:
         """The next turn will read from this D by way of the same P, if it can: found out while the agent works."""
@@ -606,7 +643,9 @@ class _Run:
                     self._out.append(data)
                 case _:
                     self._router.perform(action, self._scope)
-                    if isinstance(action, Record):
+                    if isinstance(action, Settle):
+                        self._note_pause(action.branch)
+                    elif isinstance(action, Record):
                         self._end_after(action.report)
 
     def _end_after(self, report: ReuseReport) -> None:
@@ -615,10 +654,18 @@ class _Run:
         if self._turn.hints.last_turn and answered and report.conversation is not None:
             self._router.forget(report.conversation)
 
+    def _note_pause(self, branch: Branch) -> None:
+        if (pause_s := self._turn.hints.pause_s) is not None and branch.held is not None:
+            self._router.retention.paused((branch.held.name,), self._router.clock(), pause_s)
+
     async def _meet(self, need: Need) -> Event:
+        if self._router.retention.due:
+            self._router.give_up_retained()
         match need:
             case Take(key, chain, parent):
-                return Took(self._router.ledger.take(key, chain, self._router.clock(), self._router.usable, parent))
+                taken = self._router.ledger.take(key, chain, self._router.clock(), self._router.usable, parent)
+                self._router.retention.took(taken)
+                return Took(taken)
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()

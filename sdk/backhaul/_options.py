@@ -35,6 +35,8 @@ class RouterSettings(TypedDict, total=False):
     local_max_tokens: int
     prefill_timeout_s: float
     check_pairs: bool
+    retained_tokens_budget: int | None
+    one_shot_s: float
     decode_timeout_s: float
     connect_timeout_s: float
     max_body_bytes: int
