@@ -3,13 +3,15 @@
 Beside what `Router` answers there are
 
     GET    /health                          200 once the fleet is connected, 503 before
+    GET    /metrics                         what Prometheus scrapes; needs the extra `server`
     GET    /backhaul/conversations          what is on record, the conversation that was active last first
     GET    /backhaul/conversations/{id}     its reports; ?turn=N for one turn's, with &wait=S for one that is about to end
     DELETE /backhaul/conversations/{id}     ends it: what the engines hold for it is released
     POST   /backhaul/conversations/{id}/renew   keeps what they hold for another ?ttl_s=S seconds; how long it can be used
     POST   /backhaul/conversations/{id}/pause   keeps it over a pause of ?seconds=S, or releases it now
 
-Those under /backhaul show and end conversations of everybody, so they answer to loopback addresses only.
+With API keys (`tenants`) everything but /health takes one, and those under /backhaul show and end its tenant's conversations.
+Without any, they are everybody's, so they answer to loopback addresses only.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from types import AsyncGeneratorType
 from typing import Any
@@ -25,15 +29,19 @@ from urllib.parse import parse_qs, quote, unquote
 
 import msgspec
 
+from .access import Refusal, admit, refusal_of_head, refusal_of_key, refusal_of_turn
 from .api import Api
 from .config import RouterConfig
 from .engine_client import EngineFailure
 from .errors import ConfigError
 from .hints import MAX_PAUSE_S, checked_pause
 from .leases import LeaseError
+from .metrics_page import AUDIT_EVERY_S, MetricsPage
+from .metrics_page import PATH as METRICS
 from .report import ReuseReport
-from .reports import Recorded, ReportLog
+from .reports import Recorded, ReportLogs
 from .router import Reply, Request, Router
+from .tenants import NO_TENANTS, Tenant, Tenants
 from .wire import Endpoint, api_of
 
 log = logging.getLogger("backhaul")
@@ -75,13 +83,36 @@ class _OwnReport:
 class App:
     """An ASGI application over a router. Made by `make_app`; its lifespan connects the router and closes it."""
 
-    def __init__(self, router: Router, reports: ReportLog) -> None:
+    def __init__(
+        self,
+        router: Router,
+        reports: ReportLogs,
+        tenants: Tenants = NO_TENANTS,
+        metrics: MetricsPage | None = None,
+    ) -> None:
         self.router = router
         self.reports = reports
-        self._engine_urls = [url.encode() for url in (*router.config.prefill, *router.config.decode)]
+        self.tenants = tenants
+        """May be replaced while the application runs: the next request is asked for a key of the new ones."""
+        self.metrics = metrics
+        self._running: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"<App {self.router} {self.reports}>"
+
+    async def connect(self) -> None:
+        """Connects the router, and begins what runs beside it. Raises `ConfigError`."""
+        await self.router.connect()
+        if self.metrics is not None:
+            self.metrics.start()
+
+    async def aclose(self) -> None:
+        """Ends that, and closes the router."""
+        try:
+            if self.metrics is not None:
+                await self.metrics.aclose()
+        finally:
+            await self.router.aclose()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,29 +127,55 @@ class App:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 try:
-                    await self.router.connect()
+                    await self.connect()
                 except ConfigError as error:
-                    await self.router.aclose()
+                    await self.aclose()
                     await send({"type": "lifespan.startup.failed", "message": str(error)})
                     return
                 await send({"type": "lifespan.startup.complete"})
             else:
-                await self.router.aclose()
+                await self.aclose()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path == "/health" and scope["method"] == "GET":
+        if (refusal := refusal_of_head(path, scope["headers"])) is not None:
+            await self._refuse(receive, send, refusal)
+        elif path == "/health" and scope["method"] == "GET":
             await self._health(send)
+        elif path == METRICS and scope["method"] == "GET" and self.metrics is not None:
+            await _send_metrics(self.metrics, scope, send)
+        elif self.tenants:
+            await self._for_tenant(scope, receive, send)
         elif path == "/backhaul" or path.startswith("/backhaul/"):
             await self._backhaul(scope, send)
         else:
             await self._routed(scope, receive, send)
 
+    async def _for_tenant(self, scope: Message, receive: Receive, send: Send) -> None:
+        """A request whose key says whose it is; from here on nobody sees the key."""
+        path = scope["path"]
+        tenant, headers = admit(self.tenants, path, scope["headers"])
+        scope = {**scope, "headers": headers}
+        if tenant is None:
+            await self._refuse(receive, send, refusal_of_key(path))
+        elif path == "/backhaul" or path.startswith("/backhaul/"):
+            await self._backhaul(scope, send, tenant)
+        elif scope["method"] != "POST":
+            await self._routed(scope, receive, send, tenant)
+        elif self._running[tenant.name] >= (tenant.max_concurrent_turns or math.inf):
+            await self._refuse(receive, send, refusal_of_turn(path, tenant))
+        else:
+            self._running[tenant.name] += 1
+            try:
+                await self._routed(scope, receive, send, tenant)
+            finally:
+                self._running[tenant.name] -= 1
+
     # --- what the router answers
 
-    async def _routed(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _routed(self, scope: Message, receive: Receive, send: Send, tenant: Tenant | None = None) -> None:
         try:
             body = await self._body(scope, receive)
         except _ClientGone:
@@ -127,8 +184,8 @@ class App:
             await self._refuse_body(receive, send, scope["path"])
             return
         own = _OwnReport()
-        out = _Out(send, () if is_loopback(scope.get("client")) else self._engine_urls, scope["path"])
-        answer = asyncio.ensure_future(self._answer(_request(scope, body, own), own, out))
+        out = _Out(send, () if is_loopback(scope.get("client")) else self.router.engine_urls, scope["path"])
+        answer = asyncio.ensure_future(self._answer(_request(scope, body, own, tenant), own, out))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -164,8 +221,13 @@ class App:
     async def _refuse_body(self, receive: Receive, send: Send, path: str) -> None:
         message = f"the body has more than {self.router.config.max_body_bytes} bytes, the limit (max_body_bytes)"
         body = _error(413, message, "body_too_large", api_of(path))
-        headers = [_JSON, ("x-should-retry", "false"), ("connection", "close"), ("content-length", str(len(body)))]
-        await send(_start(413, headers))
+        await self._refuse(receive, send, Refusal(413, body))
+
+    async def _refuse(self, receive: Receive, send: Send, refusal: Refusal) -> None:
+        """Answers without having read the body, which is thrown away."""
+        body = refusal.body
+        headers = [_JSON, ("x-should-retry", "false"), ("connection", "close"), *refusal.headers]
+        await send(_start(refusal.status, [*headers, ("content-length", str(len(body)))]))
         await send({"type": "http.response.body", "body": body, "more_body": True})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
@@ -208,28 +270,31 @@ class App:
         }
         await _send_json(send, 200 if connected else 503, state)
 
-    async def _backhaul(self, scope: Message, send: Send) -> None:
-        if not is_loopback(scope.get("client")):
+    async def _backhaul(self, scope: Message, send: Send, tenant: Tenant | None = None) -> None:
+        here = is_loopback(scope.get("client"))
+        if not here and tenant is not None:
+            send = _withholding(send, self.router.engine_urls)
+        elif not here:
             await _send_error(send, 403, "/backhaul answers to clients on the router's own machine only", "forbidden")
             return
-        method, path = scope["method"], _raw_path(scope)
+        method, path, whose = scope["method"], _raw_path(scope), tenant.name if tenant else ""
         _, found, name = path.partition(f"{CONVERSATIONS}/")
         of, _, verb = name.rpartition("/")
         if path == CONVERSATIONS and method == "GET":
-            listed = [recorded.summary() for recorded in self.reports.newest_first()]
+            listed = [recorded.summary() for recorded in self.reports.of(whose).newest_first()]
             await _send_json(send, 200, {"conversations": listed})
         elif found and name and method == "GET":
-            await self._show(unquote(name), parse_qs(scope.get("query_string", b"").decode("latin-1")), send)
+            await self._show(unquote(name), parse_qs(scope.get("query_string", b"").decode("latin-1")), send, whose)
         elif found and name and method == "DELETE":
-            await self._end(unquote(name), send)
+            await self._end(unquote(name), send, whose)
         elif of and verb in ("renew", "pause") and method == "POST":
-            await self._keep(unquote(of), verb, parse_qs(scope.get("query_string", b"").decode("latin-1")), send)
+            await self._keep(unquote(of), verb, parse_qs(scope.get("query_string", b"").decode("latin-1")), send, whose)
         elif path == CONVERSATIONS or (found and name):
             await _send_error(send, 405, f"{method} is not for {path}", "method_not_allowed")
         else:
             await _send_error(send, 404, f"{path} is not there; see {CONVERSATIONS}", "not_found")
 
-    async def _show(self, conversation: str, query: dict[str, list[str]], send: Send) -> None:
+    async def _show(self, conversation: str, query: dict[str, list[str]], send: Send, whose: str) -> None:
         try:
             turn = int(query["turn"][-1]) if "turn" in query else None
             wait_s = min(max(float(query.get("wait", ["0"])[-1]), 0.0), MAX_WAIT_S)
@@ -237,14 +302,14 @@ class App:
             await _send_error(send, 400, "turn= takes a number, and wait= a number of seconds", "malformed_query")
             return
         if turn is not None and wait_s:
-            await self.reports.wait_for(conversation, turn, wait_s)
-        recorded = self.reports.get(conversation)
+            await self.reports.of(whose).wait_for(conversation, turn, wait_s)
+        recorded = self.reports.of(whose).get(conversation)
         if recorded is None:
             await _send_unknown(send, conversation)
             return
         await _send_json(send, 200, _shown_whole(recorded, turn))
 
-    async def _keep(self, conversation: str, verb: str, query: dict[str, list[str]], send: Send) -> None:
+    async def _keep(self, conversation: str, verb: str, query: dict[str, list[str]], send: Send, whose: str) -> None:
         """`renew` and `pause`. What is not on record has nothing that could be kept, which the answers say."""
         name = "ttl_s" if verb == "renew" else "seconds"
         try:
@@ -255,15 +320,15 @@ class App:
             return
         try:
             if verb == "pause" and given is not None:
-                await _send_json(send, 200, await self.router.pause(conversation, given))
+                await _send_json(send, 200, await self.router.pause(conversation, given, whose))
             else:
-                await _send_json(send, 200, {"remaining_s": await self.router.renew(conversation, given)})
+                await _send_json(send, 200, {"remaining_s": await self.router.renew(conversation, given, whose)})
         except LeaseError as error:
             await _send_error(send, 502, str(error), "lease_failed")
 
-    async def _end(self, conversation: str, send: Send) -> None:
-        known = self.reports.forget(conversation)
-        await self.router.end_conversation(conversation)
+    async def _end(self, conversation: str, send: Send, whose: str) -> None:
+        known = self.reports.of(whose).forget(conversation)
+        await self.router.end_conversation(conversation, whose)
         if known:
             await send(_start(204, []))
             await send({"type": "http.response.body", "body": b""})
@@ -315,9 +380,7 @@ class _Out:
         await self.chunk(self._api.error_event(message, type_="server_error", code=code))
 
     def _shown(self, message: bytes) -> bytes:
-        for url in self._withheld:
-            message = message.replace(url, b"(url withheld)")
-        return message
+        return _without(self._withheld, message)
 
 
 async def _relay(reply: Reply, chunks: AsyncIterator[bytes], own: _OwnReport, out: _Out) -> None:
@@ -339,6 +402,12 @@ async def _relay(reply: Reply, chunks: AsyncIterator[bytes], own: _OwnReport, ou
     await out.end()
 
 
+def _without(urls: Sequence[bytes], message: bytes) -> bytes:
+    for url in urls:
+        message = message.replace(url, b"(url withheld)")
+    return message
+
+
 async def _cancel(*tasks: asyncio.Future[None]) -> None:
     """Cancels those that are not done, and waits for them."""
     for task in tasks:
@@ -346,10 +415,25 @@ async def _cancel(*tasks: asyncio.Future[None]) -> None:
     await asyncio.wait(tasks)
 
 
-def make_app(config: RouterConfig) -> App:
-    """An application with a router of its own, which an ASGI server's lifespan connects and closes."""
-    reports = ReportLog()
-    return App(Router(config, on_report=reports.record), reports)
+def make_app(
+    config: RouterConfig,
+    tenants: Tenants = NO_TENANTS,
+    *,
+    metrics_public: bool = True,
+    audit_every_s: float = AUDIT_EVERY_S,
+) -> App:
+    """An application with a router of its own, which an ASGI server's lifespan connects and closes. With `tenants` every
+    request takes one of their keys. Without `metrics_public` `/metrics` answers to loopback addresses only."""
+    reports = ReportLogs()
+    router = Router(config)
+    metrics = MetricsPage(router, public=metrics_public, audit_every_s=audit_every_s)
+
+    def record(report: ReuseReport) -> None:
+        reports.record(report)
+        metrics.record(report)
+
+    router.on_report = record
+    return App(router, reports, tenants, metrics)
 
 
 def is_loopback(client: Sequence[Any] | None) -> bool:
@@ -363,7 +447,24 @@ def is_loopback(client: Sequence[Any] | None) -> bool:
     return address is not None and address.is_loopback
 
 
-def _request(scope: Message, body: bytes, own: _OwnReport) -> Request:
+def _withholding(send: Send, urls: Sequence[bytes]) -> Send:
+    """Takes the engines' URLs, which are nothing to clients elsewhere, out of an answer whose body is sent at once."""
+    head: Message = {}
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            head.update(message)
+            return
+        body = _without(urls, message["body"])
+        length = [(b"content-length", str(len(body)).encode())] if body else []
+        headers = [(name, value) for name, value in head["headers"] if name != b"content-length"]
+        await send({**head, "headers": headers + length})
+        await send({**message, "body": body})
+
+    return sent
+
+
+def _request(scope: Message, body: bytes, own: _OwnReport, tenant: Tenant | None) -> Request:
     query = scope.get("query_string", b"").decode("latin-1")
     return Request(
         method=scope["method"],
@@ -371,6 +472,7 @@ def _request(scope: Message, body: bytes, own: _OwnReport) -> Request:
         headers=[(name.decode("latin-1"), _text(value)) for name, value in scope["headers"]],
         body=body,
         scope=own,
+        tenant=tenant.name if tenant else "",
     )
 
 
@@ -433,6 +535,12 @@ async def _send_error(send: Send, status: int, message: str, code: str) -> None:
 def _error(status: int, message: str, code: str, api: Api = _OPENAI) -> bytes:
     type_ = "server_error" if status >= 500 else "invalid_request_error"
     return api.error(message, type_=type_, code=code)
+
+
+async def _send_metrics(metrics: MetricsPage, scope: Message, send: Send) -> None:
+    accept = ",".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
+    status, body, content_type = metrics.page(accept, on_loopback=is_loopback(scope.get("client")))
+    await _send_whole(send, status, [("content-type", content_type), ("cache-control", "no-store")], body)
 
 
 async def _send_unknown(send: Send, conversation: str) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from backhaul_connector.launch import Engines
 
     from .config import RouterConfig
+    from .tenants import Tenants
 
 
 class CommandError(Exception):
@@ -87,12 +88,15 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _up(args: argparse.Namespace) -> int:
     from backhaul_connector import launch, options
 
+    from .tenants import Tenants
+
     try:
         config = options.config_from(args, args.passed_on)
         if args.dry_run or not args.router:
             return launch.up(config, dry_run=args.dry_run)
+        tenants = Tenants.from_options(None)
         with _listener(args.host, args.port) as listener:
-            return launch.up(config, run=lambda engines: _route(engines, listener))
+            return launch.up(config, run=lambda engines: _route(engines, listener, tenants))
     except launch.LaunchError as error:
         raise CommandError(str(error), error.detail) from error
     except ConfigError as error:
@@ -114,7 +118,7 @@ def _listener(host: str, port: int | None) -> Iterator[socket.socket]:
         yield listener
 
 
-def _route(engines: Engines, listener: socket.socket) -> None:
+def _route(engines: Engines, listener: socket.socket, tenants: Tenants) -> None:
     """Runs the router for as long as the engines run. Raises `LaunchError` when one has ended."""
     from backhaul_connector import launch
 
@@ -123,7 +127,7 @@ def _route(engines: Engines, listener: socket.socket) -> None:
     def started(url: str) -> None:
         print(launch.how_to_reach(engines, url), flush=True)
 
-    server.serve_on(listener, _config_for(engines), started=started, check=engines.check)
+    server.serve_on(listener, _config_for(engines), started=started, check=engines.check, tenants=tenants)
 
 
 def _config_for(engines: Engines) -> RouterConfig:
@@ -154,17 +158,38 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SECONDS",
         help="how long requests may take to finish when it is told to stop (default: %(default)s)",
     )
+    parser.add_argument(
+        "--no-metrics-public",
+        dest="metrics_public",
+        action="store_false",
+        help="/metrics answers to clients on this machine only",
+    )
+    parser.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="TOML with [tenants.NAME] keys = [...]: who may ask (or BACKHAUL_API_KEYS=name=key,...; default: everybody)",
+    )
     serve_options.add_arguments(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     from . import serve_options
+    from .tenants import Tenants
 
     server = _server_module()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        server.serve(serve_options.config_from(args), args.host, args.port, grace_s=args.grace_s)
+        tenants = Tenants.from_options(args.api_keys)
+        server.serve(
+            serve_options.config_from(args),
+            args.host,
+            args.port,
+            grace_s=args.grace_s,
+            metrics_public=args.metrics_public,
+            tenants=tenants,
+        )
     except ConfigError as error:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:  # before there was anything to finish

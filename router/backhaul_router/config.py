@@ -11,7 +11,7 @@ from .report import Route
 
 _TOKENS = ("kv_recompute_threshold", "local_max_tokens")
 _SECONDS = ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s")
-_COUNTS = ("max_body_bytes", "max_conversations", "max_branches")
+_COUNTS = ("max_body_bytes", "max_conversations", "max_conversations_per_tenant", "max_branches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,9 @@ class RouterConfig:
     connect_timeout_s: float = 5.0
     max_body_bytes: int = 64 * 2**20
     max_conversations: int = 10_000
+    max_conversations_per_tenant: int = 10_000
+    """Of one tenant, where there are tenants: beyond, its own that was silent for longest goes. A router that has
+    `max_conversations` in all drops one of the tenant that has most."""
     max_branches: int = 8
     """Histories that one conversation keeps at a time."""
     max_idle_s: float = 3600.0
@@ -70,7 +73,7 @@ class RouterConfig:
                 raise ConfigError(f"{field}= takes a list of engine URLs, not {urls!r}")
             if not urls:
                 raise ConfigError(f"{field}= is empty: name at least one {field} engine")
-            object.__setattr__(self, field, tuple(_engine_url(field, url) for url in urls))
+            object.__setattr__(self, field, tuple(engine_url(field, url) for url in urls))
         both = set(self.prefill) & set(self.decode)
         if both:
             raise ConfigError(f"{min(both)} is listed under both prefill= and decode=: an engine has one role")
@@ -104,7 +107,8 @@ class RouterConfig:
             )
 
 
-def _engine_url(field: str, url: str) -> str:
+def engine_url(field: str, url: str) -> str:
+    """An engine's URL in its one spelling. Raises `ConfigError`, which names `field`."""
     if not isinstance(url, str):
         raise ConfigError(f"{field}=: {url!r} is not a URL")
     parts = urlsplit(url)

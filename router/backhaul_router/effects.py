@@ -180,6 +180,7 @@ class NoteResponse:
 
     response: str
     conversation: str
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from .errors import ConfigError
+from .breakers import Breakers, BreakerState, Where, Who
+from .engine_client import FailureKind
+from .errors import ConfigError, Leg
 from .extension import Account
 from .report import ReuseReport
 from .retention import Reserved, Retention
@@ -32,6 +34,11 @@ SUPPORTED = ((0, 32), (0, 33))
 class Role(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+    @property
+    def leg(self) -> Leg:
+        """The step of a turn that such an engine is there for."""
+        return Leg.PREFILL if self is Role.PREFILL else Leg.DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +233,8 @@ class Counters:
     """By route."""
     reasons: Counter[str] = field(default_factory=Counter)
     retries: int = 0
+    withheld: int = 0
+    """Requests that were sent to no engine, since two had broken with them."""
     releases: int = 0
     failed_releases: int = 0
     unreachable_pins: int = 0
@@ -260,6 +269,10 @@ class Fleet:
         self._accounts: dict[str, Counter[str]] = {}
         self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
+        self._breakers = Breakers()
+        self._draining: frozenset[str] = frozenset()
+        self._closed: frozenset[str] = frozenset()
+        """About to be removed."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -279,10 +292,13 @@ class Fleet:
         return tuple(self._by_url.values())
 
     def add(self, engine: Engine) -> None:
-        """An engine that could not be reached before. Raises `ConfigError` when it does not fit the others."""
-        check_fit([*self.engines, engine])
+        """An engine that could not be reached before, or is new. Raises `ConfigError` when it does not fit the others."""
+        check_fit([*(one for one in self.engines if one.url != engine.url), engine])
         with self._lock:
             self._by_url = {**self._by_url, engine.url: engine}
+            self._draining -= {engine.url}
+            self._closed -= {engine.url}
+        self._breakers.forget(engine.url)
         if engine.role is Role.DECODE:
             self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
 
@@ -293,18 +309,110 @@ class Fleet:
         self, role: Role, preferred: str | None = None, without: Iterable[str] = (), *, verifying: bool = False
     ) -> Engine | None:
         """The preferred engine where it may be used, else the least busy; `None` when all are excluded. With `verifying`,
-        engines that check a handle by its digests go before others, after the preferred one."""
-        excluded = set(without)
+        engines that check a handle by its digests go before others, after the preferred one. Engines that drain or whose
+        breaker is open are used where no other is left."""
+        excluded = {*without, *self._closed}
         engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
         for engine in engines:
-            if engine.url == preferred:
+            if engine.url == preferred and self._may_stay(engine):
                 return engine
         with self._lock:
 
-            def burden(engine: Engine) -> tuple[bool, int]:
-                return verifying and not self.verifies(engine), self._in_flight[engine.url]
+            def burden(engine: Engine) -> tuple[int, bool, int]:
+                return self._rank(engine), verifying and not self.verifies(engine), self._in_flight[engine.url]
 
             return min(engines, key=burden, default=None)
+
+    # --- which engines fail, drain or go
+
+    def available(self, engine: Engine) -> bool:
+        """Whether new conversations may run there: it takes part, does not drain, and its breaker is closed. A half-open one is
+        not: its slot is the probe's."""
+        return self.takes_part(engine) and self._rank(engine) == 0
+
+    def takes_part(self, engine: Engine) -> bool:
+        """Whether it is one of the engines, and not about to be removed."""
+        return engine.url in self._by_url and engine.url not in self._closed
+
+    def _rank(self, engine: Engine) -> int:
+        """0 for an available engine; what is higher is used where nothing lower is left."""
+        rank = self._breakers.rank(engine.url, engine.role.leg)
+        return rank + 1 if rank else int(engine.url in self._draining)
+
+    def _may_stay(self, engine: Engine) -> bool:
+        """Whether a conversation that ran there before may go on there: its history is on the decode engine."""
+        return self._rank(engine) <= (engine.role is Role.DECODE and engine.url in self._draining)
+
+    def is_down(self, url: str) -> bool:
+        """Whether nobody listened at an engine when it was last tried."""
+        engine = self._by_url.get(url)
+        return engine is not None and self._breakers.rank(url, engine.role.leg) == 2
+
+    def renders_well(self, engine: Engine) -> bool:
+        return self._breakers.rank(engine.url, Leg.RENDER) == 0
+
+    def breakers(self) -> Mapping[Where, BreakerState]:
+        """Of every engine and leg."""
+        closed = {Where(e.url, leg): BreakerState.CLOSED for e in self.engines for leg in (Leg.RENDER, e.role.leg)}
+        return closed | {at: state for at, state in self._breakers.states().items() if at in closed}
+
+    @property
+    def breakers_opened(self) -> int:
+        """How often a breaker has opened."""
+        return self._breakers.opened
+
+    @property
+    def breaker(self) -> Breakers:
+        """For whoever probes."""
+        return self._breakers
+
+    def note_failure(self, engine: Engine, leg: Leg | None, kind: FailureKind, who: Who, now: float) -> None:
+        """A call on a leg failed; `None` is the engine's own. A refused connection is told of the whole engine."""
+        if engine.url not in self._by_url:
+            return
+        legs = (Leg.RENDER, engine.role.leg) if kind is FailureKind.REFUSED else (leg or engine.role.leg,)
+        opened = [at for at in legs if self._breakers.failed(Where(engine.url, at), kind, who, now)]
+        if opened:
+            log.warning("%s is shut out for now (%s: %s)", engine, ", ".join(opened), kind)
+
+    def note_answer(self, engine: Engine, leg: Leg | None = None) -> None:
+        """A real answer came on a leg."""
+        if self._breakers.answered(Where(engine.url, leg or engine.role.leg)):
+            log.info("%s answers again", engine)
+
+    @property
+    def draining(self) -> frozenset[str]:
+        return self._draining
+
+    def drain(self, url: str) -> None:
+        """From now on no new conversation goes there; what has its history there may go on."""
+        with self._lock:
+            self._draining |= {url}
+
+    def close(self, url: str) -> None:
+        """From now on no turn begins there, whatever else is left."""
+        with self._lock:
+            self._closed |= {url}
+
+    def reopen(self, url: str) -> None:
+        """Undoes `close`."""
+        with self._lock:
+            self._closed -= {url}
+
+    def remove(self, url: str) -> None:
+        with self._lock:
+            self._by_url = {at: engine for at, engine in self._by_url.items() if at != url}
+            self._draining -= {url}
+            self._closed -= {url}
+            self._engine_ids.pop(url, None)
+            self._rates.pop(url, None)
+            self._safe = {pair for pair in self._safe if url not in pair}
+            self._unsafe = {pair: why for pair, why in self._unsafe.items() if url not in pair}
+        self._breakers.forget(url)
+
+    def engine_id(self, url: str) -> str | None:
+        """The id of the process that last made a handle there, as `process_of` has it."""
+        return self._engine_ids.get(url)
 
     # --- engines that run our connector
 

@@ -21,29 +21,31 @@ _End = tuple[str, str, str, bytes]
 
 
 class Histories:
-    """The ends of the histories of at most `max_conversations` conversations; its owner has the lock."""
+    """The ends of the histories of at most `max_conversations` conversations of each tenant, or of all where there are no
+    tenants; its owner has the lock."""
 
-    def __init__(self, max_conversations: int) -> None:
+    def __init__(self, max_conversations: int, max_per_tenant: int | None = None) -> None:
         self._max_conversations = max_conversations
-        self._ends: OrderedDict[Key, frozenset[bytes]] = OrderedDict()
+        self._max_per_tenant = max_conversations if max_per_tenant is None else max_per_tenant
+        self._by_tenant: dict[str, OrderedDict[Key, frozenset[bytes]]] = {}
         self._found: dict[_End, dict[Key, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return sum(map(len, self._by_tenant.values()))
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._ends
+        return key in self._by_tenant.get(key.tenant, ())
 
-    @property
-    def oldest(self) -> Key | None:
-        """The conversation that was filed longest ago."""
-        return next(iter(self._ends), None)
+    def oldest(self, tenant: str) -> Key | None:
+        """The tenant's conversation that was filed longest ago."""
+        return next(iter(self._by_tenant.get(tenant, ())), None)
 
     def put(self, key: Key, chains: Iterable[bytes]) -> Key | None:
         """Files a conversation with its histories as they are now; without any it is forgotten. Returns the conversation
-        that makes room, if one has to: the one that was filed longest ago."""
+        that makes room, if one has to: the one of the same tenant that was filed longest ago."""
         ends = frozenset(chain[-digests.SIZE :] for chain in chains if chain)
-        before = self._ends.pop(key, frozenset())
+        filed = self._by_tenant.setdefault(key.tenant, OrderedDict())
+        before = filed.pop(key, frozenset())
         for end in before - ends:
             self._remove(key, end)
         for end in ends:
@@ -51,22 +53,26 @@ class Histories:
             holders.pop(key, None)
             holders[key] = None
         if ends:
-            self._ends[key] = ends
-        return next(iter(self._ends)) if len(self._ends) > self._max_conversations else None
+            filed[key] = ends
+        return next(iter(filed)) if len(filed) > self._most(key.tenant) else None
 
     def drop(self, key: Key) -> None:
         """Forgets a conversation, known or not."""
-        for end in self._ends.pop(key, ()):
-            self._remove(key, end)
+        if key in self:
+            for end in self._by_tenant[key.tenant].pop(key):
+                self._remove(key, end)
 
     def find(self, key: Key, chain: bytes) -> str | None:
         """The conversation that `chain` continues furthest, of those that were filed last; `key` says what it must share."""
-        if not self._ends:
+        if not self._by_tenant.get(key.tenant):
             return None
         for stop in range(len(chain) - digests.SIZE, 0, -digests.SIZE):
             if holders := self._found.get(_end(key, chain[stop - digests.SIZE : stop])):
                 return next(reversed(holders)).conversation
         return None
+
+    def _most(self, tenant: str) -> int:
+        return self._max_per_tenant if tenant else self._max_conversations
 
     def _remove(self, key: Key, end: bytes) -> None:
         holders = self._found[_end(key, end)]

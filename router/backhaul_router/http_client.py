@@ -23,6 +23,9 @@ from .http_connection import Connection, Connections, HttpStream, Target, reason
 _HAPPY_EYEBALLS_S: Final = 0.25
 """Before the next of a host's addresses is tried too (RFC 8305, 5)."""
 
+_LATE_S: Final = 0.05
+"""A limit that is noticed later than this passed while the event loop was blocked."""
+
 _FRAMING: Final = frozenset({"connection", "content-length", "host", "transfer-encoding"})
 """Headers that describe the connection or the body's length on it: set here, whatever a caller carries over."""
 
@@ -143,22 +146,13 @@ class HttpClient:
         return "\r\n".join(lines).encode()
 
     async def _connect(self, target: Target, connections: Connections) -> Connection:
-        secure, host, port = target.address
-        loop = connections.loop
-        options: dict[str, Any] = {"ssl": _tls()} if secure else {}
-        if isinstance(loop, asyncio.BaseEventLoop):  # uvloop has no such option: it tries one address after another
+        options: dict[str, Any] = {"ssl": _tls()} if target.address[0] else {}
+        if isinstance(connections.loop, asyncio.BaseEventLoop):  # uvloop tries one address after another
             options["happy_eyeballs_delay"] = _HAPPY_EYEBALLS_S
-        limit = asyncio.timeout(self._connect_timeout_s)
         try:
-            async with limit:
-                _, connection = await loop.create_connection(
-                    functools.partial(Connection, connections, target.address), host, port, **options
-                )
+            connection = await self._connected(target, connections, options)
         except TimeoutError as error:
-            if not limit.expired() and not error.args:
-                raise  # the call's own limit
-            what = reason_of(error) if error.args else f"no connection within {self._connect_timeout_s:g} s"
-            raise _refused(target, what) from None
+            raise _refused(target, reason_of(error)) from None
         except socket.gaierror as error:
             raise _refused(target, f"cannot resolve the host's name ({reason_of(error)})") from error
         except ssl.SSLCertVerificationError as error:
@@ -168,13 +162,45 @@ class HttpClient:
         except UnicodeError:
             raise _refused(target, "this is not a usable URL") from None
         except OSError as error:
-            what = (
-                "the TLS handshake failed" if isinstance(error, ConnectionResetError) and secure else "cannot connect"
-            )
+            in_handshake = bool(options.get("ssl")) and isinstance(error, ConnectionResetError)
+            what = "the TLS handshake failed" if in_handshake else "cannot connect"
             raise _refused(target, f"{what} ({reason_of(error)})") from error
         if connection.lost or not connection.usable:
             raise _refused(target, "the connection closed before the request was sent")
         return connection
+
+    async def _connected(self, target: Target, connections: Connections, options: dict[str, Any]) -> Connection:
+        """Raises `TimeoutError` in words, the system's or its own.
+
+        A limit that passed while something blocked the event loop says nothing about the engine: it gets another.
+        """
+        _, host, port = target.address
+        loop = connections.loop
+        limit = asyncio.timeout(None)
+        timer: asyncio.TimerHandle
+
+        def arm() -> asyncio.TimerHandle:
+            return loop.call_later(self._connect_timeout_s, passed, loop.time() + self._connect_timeout_s)
+
+        def passed(due: float) -> None:
+            nonlocal timer
+            if loop.time() - due > _LATE_S:
+                timer = arm()
+            else:
+                limit.reschedule(due)
+
+        timer = arm()
+        try:
+            async with limit:
+                protocol = functools.partial(Connection, connections, target.address)
+                _, connection = await loop.create_connection(protocol, host, port, **options)
+                return connection
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"no connection within {self._connect_timeout_s:g} s") from None
+        finally:
+            timer.cancel()
 
     async def _pool(self, target: Target) -> _Pool:
         loop = asyncio.get_running_loop()

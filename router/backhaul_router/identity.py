@@ -35,6 +35,7 @@ def identify(
     *,
     framework: Identity | None = None,
     responses: KnownResponses | None = None,
+    tenant: str = "",
 ) -> Identity | None:
     """The conversation that a request names, or `None`.
 
@@ -53,7 +54,7 @@ def identify(
         or harness.of_headers(headers)
         or harness.of_prompt_cache_key(fields)
         or harness.of_conversation(fields)
-        or _of_previous_response(fields, responses)
+        or _of_previous_response(fields, responses, tenant)
         or harness.of_metadata(fields)
         or harness.of_baggage(headers)
     )
@@ -80,10 +81,14 @@ def _explicit(headers: Mapping[str, str], fields: Mapping[str, object]) -> Ident
     return found
 
 
-def _of_previous_response(fields: Mapping[str, object], responses: KnownResponses | None) -> Identity | None:
+def _of_previous_response(
+    fields: Mapping[str, object], responses: KnownResponses | None, tenant: str
+) -> Identity | None:
     before = fields.get("previous_response_id")
-    conversation = responses.conversation_of(before) if responses is not None and isinstance(before, str) else None
-    return Identity(conversation, "body:previous_response_id") if conversation is not None else None
+    if responses is None or not isinstance(before, str):
+        return None
+    conversation = responses.conversation_of(before, tenant)
+    return Identity(conversation, "body:previous_response_id") if conversation else None
 
 
 def with_parent(identity: Identity | None, headers: Mapping[str, str], inside: str | None) -> Identity | None:

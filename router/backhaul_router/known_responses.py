@@ -9,15 +9,16 @@ from .ids import fits
 
 
 class KnownResponses:
-    """The last responses' ids and their conversations. Bounded: the one that was named least recently goes first."""
+    """The last responses' ids and their conversations. Bounded: of a tenant's, the one that was named least recently goes
+    first, and none of another tenant's."""
 
     def __init__(self, max_responses: int = 10_000) -> None:
         self._max_responses = max_responses
-        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._known: dict[str, OrderedDict[str, str]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return sum(map(len, self._known.values()))
 
     def __repr__(self) -> str:
         return f"<KnownResponses {len(self)}>"
@@ -27,14 +28,17 @@ class KnownResponses:
         if not fits(response):
             return
         with self._lock:
-            self._known[tenant, response] = conversation
-            self._known.move_to_end((tenant, response))
-            while len(self._known) > self._max_responses:
-                self._known.popitem(last=False)
+            known = self._known.setdefault(tenant, OrderedDict())
+            known[response] = conversation
+            known.move_to_end(response)
+            while len(known) > self._max_responses:
+                known.popitem(last=False)
 
     def conversation_of(self, response: str, tenant: str = "") -> str | None:
-        """The conversation that a response belongs to, where it is known."""
+        """The conversation that a response belongs to, where it is known; empty where it belongs to none."""
         with self._lock:
-            if (found := self._known.get((tenant, response))) is not None:
-                self._known.move_to_end((tenant, response))
-            return found
+            known = self._known.get(tenant)
+            if known is None or response not in known:
+                return None
+            known.move_to_end(response)
+            return known[response]

@@ -5,8 +5,9 @@ Invariants, whatever the interleaving of turns:
   most once. A shared one stays and can be taken by several turns, each of which says when it is done;
 - every handle that the ledger drops (superseded, expired, evicted, ended, flushed) is returned, to be released, once: at once,
   or a shared one when the last turn that has taken it is done;
-- a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations, none of
-  them silent for longer than `max_idle_s`;
+- a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations and a tenant at
+  most `max_conversations_per_tenant`, none of them silent for longer than `max_idle_s`; a tenant that is full makes room for
+  itself, and in a ledger that is full the tenant that has most does;
 - a history is superseded by a turn that extends it, or edits it behind its first message: agents that share an id and a
   system prompt stand beside each other.
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import digests
+from .ages import Ages
 from .exact_history import Kept
 from .histories import Histories
 from .report import Reason
@@ -160,12 +162,22 @@ class _Conversation:
 class MemoryLedger:
     """A ledger in this process."""
 
-    def __init__(self, *, max_conversations: int = 10_000, max_branches: int = 8, max_idle_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        *,
+        max_conversations: int = 10_000,
+        max_branches: int = 8,
+        max_idle_s: float = 3600.0,
+        max_conversations_per_tenant: int = 10_000,
+    ) -> None:
         self._max_conversations = max_conversations
+        self._max_per_tenant = max_conversations_per_tenant
         self._max_branches = max_branches
         self._max_idle_s = max_idle_s
         self._conversations: OrderedDict[Key, _Conversation] = OrderedDict()
-        self._histories = Histories(max(1, max_conversations // 2))
+        self._ages = Ages()
+        most = min(max_conversations, max_conversations_per_tenant)
+        self._histories = Histories(max(1, max_conversations // 2), max(1, most // 2))
         self._keys: dict[tuple[str, str], set[Key]] = {}
         self._deadlines: list[tuple[float, Key, str]] = []
         self._generations = itertools.count(1)
@@ -220,7 +232,7 @@ class MemoryLedger:
                 if not _is_fork(branch, shared[best]):
                     return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted)
                 source.seen = now
-                self._conversations.move_to_end(forked_from[0])
+                self._touch(forked_from[0])
             if shared[best] >= digests.count(branch.chain):  # the others are the less recently used ones
                 branches.append(branches.pop(best))
                 shared.append(shared.pop(best))
@@ -272,8 +284,9 @@ class MemoryLedger:
             conversation = self._conversations.get(key)
             evicted: tuple[Held, ...] = ()
             if conversation is None and branch.by_history and taken.generation == _UNOPENED:
-                if len(self._conversations) >= self._max_conversations:
-                    if (oldest := self._histories.oldest) is None:  # named ones do not make room for it
+                if (full := self._makes_room(key.tenant, more=1)) is not None:
+                    oldest = self._histories.oldest(full) or self._histories.oldest(key.tenant)
+                    if oldest is None:  # named ones do not make room for it
                         return self._free(_handles([branch])) + self._done(done)
                     evicted = self._close(oldest)
                 conversation, _ = self._open(key, now)
@@ -281,7 +294,7 @@ class MemoryLedger:
             elif conversation is None or conversation.generation != taken.generation:
                 return self._free(_handles([branch])) + self._done(done)
             conversation.seen = now
-            self._conversations.move_to_end(key)
+            self._touch(key)
             if branch.held is not None and branch.held.name in self._left:  # dropped while the turn ran
                 branch = dataclasses.replace(branch, held=None, missing=Reason.NO_HANDLE)
             replaced: list[Branch] = []
@@ -336,7 +349,7 @@ class MemoryLedger:
             for key in self._keys.get((tenant, conversation), ()):
                 if now is not None:
                     self._conversations[key].seen = now
-                    self._conversations.move_to_end(key)
+                    self._touch(key)
                 branches = self._conversations[key].branches
                 for index, branch in enumerate(branches):
                     if branch.held is not None and (deadline := deadlines.get(branch.held.name)) is not None:
@@ -419,11 +432,24 @@ class MemoryLedger:
         if conversation is None:
             conversation = self._conversations[key] = _Conversation(next(self._generations))
             self._keys.setdefault((key.tenant, key.conversation), set()).add(key)
-            if len(self._conversations) > self._max_conversations:
-                evicted = self._close(next(iter(self._conversations)))
-        self._conversations.move_to_end(key)
+            self._ages.touch(key)
+            if (full := self._makes_room(key.tenant)) is not None:
+                evicted = self._close(self._ages.oldest(full))
+        self._touch(key)
         conversation.seen = now
         return conversation, evicted
+
+    def _makes_room(self, tenant: str, more: int = 0) -> str | None:
+        """The tenant that has too many conversations once there are so many more of `tenant`'s."""
+        if tenant and self._ages.count(tenant) + more > self._max_per_tenant:
+            return tenant
+        if len(self._conversations) + more <= self._max_conversations:
+            return None
+        return self._ages.largest(tenant, more)
+
+    def _touch(self, key: Key) -> None:
+        self._conversations.move_to_end(key)
+        self._ages.touch(key)
 
     def _close(self, key: Key) -> tuple[Held, ...]:
         name = (key.tenant, key.conversation)
@@ -431,6 +457,7 @@ class MemoryLedger:
         if not self._keys[name]:
             del self._keys[name]
         self._histories.drop(key)
+        self._ages.drop(key)
         return self._free(_handles(self._conversations.pop(key).branches))
 
     def _file_history(self, key: Key, conversation: _Conversation) -> tuple[Held, ...]:

@@ -20,6 +20,9 @@ _MARKS: Final = re.compile(rb",\s*" + _MARK + rb"|" + _MARK + rb"\s*,")
 _TEXT_BLOCKS: Final = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
 
 
+_ERRORS: Final = frozenset({"invalid_request_error", "authentication_error", "rate_limit_error"})
+
+
 class _Message(msgspec.Struct):
     role: Raw = NULL
     content: Raw = NULL
@@ -90,7 +93,7 @@ class Messages(Api):
         pass
 
     def error(self, message: str, *, type_: str, code: str, param: str | None = None) -> bytes:
-        kind = "invalid_request_error" if type_ == "invalid_request_error" else "api_error"
+        kind = type_ if type_ in _ERRORS else "api_error"
         return encode({"type": "error", "error": {"type": kind, "message": message}})
 
     def error_event(self, message: str, *, type_: str, code: str, events: int = 0) -> bytes:

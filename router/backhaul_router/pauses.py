@@ -25,10 +25,10 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True):
     """Why they were, or why there was nothing to keep."""
 
 
-async def pause(router: Router, conversation: str, seconds: float) -> Paused:
+async def pause(router: Router, conversation: str, seconds: float, tenant: str = "") -> Paused:
     """Raises `ValueError` for what is no pause. A lease that cannot be renewed is given back, and the reason says so."""
     pause_s = checked_pause(seconds)
-    held = router.ledger.held_for(conversation)
+    held = router.ledger.held_for(conversation, tenant)
     if not held:
         return Paused(kept_s=None, why="nothing is held for this conversation")
     now = router.clock()
@@ -40,12 +40,12 @@ async def pause(router: Router, conversation: str, seconds: float) -> Paused:
     short = [one for one in held if one.name not in refused and one.deadline - now < pause_s]
     if short:
         try:
-            await router.renew(conversation, pause_s + router.config.lease_margin_s)
+            await router.renew(conversation, pause_s + router.config.lease_margin_s, tenant)
         except LeaseError as error:
             refused |= {one.name: f"it could not be renewed: {error}" for one in short}
-    await router.release_some(conversation, set(refused), Reason.EXPIRED)
+    await router.release_some(conversation, set(refused), Reason.EXPIRED, tenant)
     now = router.clock()
-    left = [one for one in router.ledger.held_for(conversation) if one.deadline > now]
+    left = [one for one in router.ledger.held_for(conversation, tenant) if one.deadline > now]
     router.retention.paused([one.name for one in left], now, pause_s)
     kept = [one.deadline - now for one in left]
     return Paused(

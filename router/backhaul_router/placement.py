@@ -124,9 +124,8 @@ def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | No
         return fleet.pick(Role.PREFILL, preferred, without)
     able = without | fleet.unsafe_for(taken.held.decode)
     verifying = taken.held.handle.digests
-    return fleet.pick(Role.PREFILL, preferred, able, verifying=verifying) or fleet.pick(
-        Role.PREFILL, preferred, without
-    )
+    found = fleet.pick(Role.PREFILL, preferred, able, verifying=verifying)
+    return found if found is not None and fleet.available(found) else fleet.pick(Role.PREFILL, preferred, without)
 
 
 def _offer(

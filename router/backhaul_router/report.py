@@ -79,6 +79,8 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     conversation: str | None
     """The conversation's id; `None` when the request named none."""
+    tenant: str = ""
+    """Whose conversation it is, by the name of its API keys; empty where there are none."""
     turn: int
     """Counts the conversation's turns as they begin, from 1."""
     model: str | None = None

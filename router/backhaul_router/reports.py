@@ -150,3 +150,25 @@ class ReportLog:
                 waiters.discard(waiter)
                 if not waiters:
                     del self._awaited[key]
+
+
+class ReportLogs:
+    """A log for each tenant, so that none of them sees or crowds out another's; where there are no tenants, one for all."""
+
+    def __init__(self, make: Callable[[], ReportLog] = ReportLog) -> None:
+        self._make = make
+        self._logs: dict[str, ReportLog] = {}
+
+    def __repr__(self) -> str:
+        return f"<ReportLogs of {sum(map(len, self._logs.values()))} conversations>"
+
+    def of(self, tenant: str = "") -> ReportLog:
+        """One tenant's."""
+        log = self._logs.get(tenant)
+        if log is None:
+            log = self._logs[tenant] = self._make()
+        return log
+
+    def record(self, report: ReuseReport) -> None:
+        """Keeps a report in its tenant's log."""
+        self.of(report.tenant).record(report)

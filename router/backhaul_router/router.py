@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
-from . import digests, wire
+from . import digests, engine_changes, salts, suspects, wire
 from .audit import AuditLine, compare
+from .breakers import Who
 from .config import RouterConfig
 from .effects import (
     Action,
@@ -43,8 +44,9 @@ from .effects import (
     Take,
     Took,
 )
-from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
-from .errors import ConfigError, error_event
+from .engine_changes import Draining
+from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream, FailureKind
+from .errors import ConfigError, Leg, error_event
 from .fleet import Engine, Fleet, Holder, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
@@ -56,11 +58,13 @@ from .ledger import Branch, Held, Key, MemoryLedger
 from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe
+from .probing import Prober
 from .report import Reason, ReuseReport, Route
 from .retention import Cause, Retention
 from .scope import ConversationScope, parent_of
 from .sse import EventSplitter
 from .stream import cleaned
+from .suspects import Suspects
 from .turn import Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
@@ -76,6 +80,10 @@ _POST = (
     "/tokenize",
     "/detokenize",
 )
+
+
+_SALTED = ("/v1/embeddings",)
+"""Of those, what runs the model, and so fills and reads an engine's prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,8 @@ class Request:
     """Those of the calling code; the request's own headers go before them."""
     framework: Identity | None = None
     """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
+    tenant: str = ""
+    """Whose it is: nothing is shared with or found by requests of another tenant (`salts`)."""
 
 
 class Reply(Protocol):
@@ -155,13 +165,20 @@ class Router:
         self.responses = KnownResponses()
         """Conversations by the ids of the responses that their turns were answered with."""
         self.ledger = MemoryLedger(
-            max_conversations=config.max_conversations, max_branches=config.max_branches, max_idle_s=config.max_idle_s
+            max_conversations=config.max_conversations,
+            max_branches=config.max_branches,
+            max_idle_s=config.max_idle_s,
+            max_conversations_per_tenant=config.max_conversations_per_tenant,
         )
         self.retention = Retention(config.retained_tokens_budget, config.one_shot_s)
+        self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
         self._pairs: PairChecks | None = None
+        self._prober: Prober | None = None
+        self.engine_urls = [url.encode() for url in (*config.prefill, *config.decode)]
+        """Of every engine that is or was there; errors for clients elsewhere must not show them."""
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -207,6 +224,7 @@ class Router:
             self._fleet = Fleet(found, self.retention)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
+            self._prober = Prober(self.client, self._fleet, self._leases.release, lambda drop: self.perform(drop, None))
             self._absent = {url: wanted[url] for url in absent}
             self._probed = self.clock()
 
@@ -236,6 +254,29 @@ class Router:
             else:
                 del self._absent[url]
 
+    async def add_engine(self, role: Role, url: str) -> Engine:
+        """Lets turns go to another engine from now on, or again to one that drains. Raises `ConfigError`."""
+        return await engine_changes.add_engine(self, Role(role), url)
+
+    async def drain_engine(self, url: str) -> Draining:
+        """Sends no new conversation to an engine from now on. Returns what is left there. Raises `ConfigError`."""
+        return await engine_changes.drain_engine(self, url)
+
+    async def remove_engine(self, url: str, *, within_s: float = 30.0) -> None:
+        """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
+        `ConfigError`."""
+        await engine_changes.remove_engine(self, url, within_s=within_s)
+
+    def note_added(self, url: str) -> None:
+        self._absent.pop(url, None)
+        if (encoded := url.encode()) not in self.engine_urls:
+            self.engine_urls.append(encoded)
+
+    async def release_engine(self, engine: Engine) -> None:
+        """Drops and releases every handle of a decode engine."""
+        if (engine_id := self.fleet.engine_id(engine.url)) is not None:
+            await self._end_now(self.ledger.drop_engine(engine.url, engine_id))
+
     async def handle(self, request: Request) -> Reply:
         """Runs one request. Returns when the reply's head is known. Errors that a client should see are replies;
         `ConfigError` is raised."""
@@ -257,6 +298,8 @@ class Router:
             return await self._pass(request, headers)
         try:
             facts = wire.read_request(endpoint, request.body)
+            if request.tenant:
+                facts = salts.salted(facts, request.tenant)
             _refuse_two_ids(request.headers)
             identity = identify(
                 headers,
@@ -264,6 +307,7 @@ class Router:
                 request.scope.id if request.scope else None,
                 framework=request.framework,
                 responses=self.responses,
+                tenant=request.tenant,
             )
             identity = with_parent(identity, headers, parent_of(request.scope))
             hints = read_hints(headers, request.hints)
@@ -273,6 +317,8 @@ class Router:
             return _error(path, 400, str(error), code="conflicting_ids", param=error.param)
         except HintError as error:
             return _error(path, 400, str(error), code="malformed_hint", param=error.param)
+        if request.tenant and (unknown := self._unknown_response(facts, request.tenant)):
+            return _error(path, 404, unknown, code="unknown_response", param="previous_response_id")
         await self.connect()
         now = self.clock()
         self._end(self.ledger.sweep(now), why=Cause.EXPIRED)
@@ -280,22 +326,45 @@ class Router:
             self._spawn(look(self.client, self.fleet, self.leases_kept, looked_at))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
+        if self.fleet.breaker.any_open:
+            self.look_after_engines()
         chain = digests.chain(facts.parts)
+        if (deaths := self.suspects.deaths(chain, now)) >= suspects.MOST:
+            return self._withheld(path)
         if identity is None or identity.by_history:
-            identity = self._by_history(facts, chain, identity)
-        turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, chain=chain)
+            identity = self._by_history(facts, chain, identity, request.tenant)
+        turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, request.tenant, chain)
+        turn.deaths = deaths
         run = _Run(
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
         )
         return await run.start()
 
-    def _by_history(self, facts: wire.Facts, chain: bytes, identity: Identity | None) -> Identity | None:
+    def _withheld(self, path: str) -> WholeReply:
+        self.fleet.counters.withheld += 1
+        message = (
+            f"this request was on {suspects.MOST} engines when their connections broke, and may be why: "
+            f"it is not sent to another one for {suspects.WINDOW_S:g} s"
+        )
+        log.warning("%s: %s", path, message)
+        return _error(path, 502, message, code="breaks_engines")
+
+    def _unknown_response(self, facts: wire.Facts, tenant: str) -> str | None:
+        """Why a tenant cannot go on from the response that it names: the engine would go on from anybody's."""
+        before = facts.ids.get("previous_response_id")
+        if before is None or not facts.api.refers_to_answers:
+            return None
+        if isinstance(before, str) and self.responses.conversation_of(before, tenant) is not None:
+            return None
+        return f"no response {str(before)[:100]!r} is on record here: send the whole history as input"
+
+    def _by_history(self, facts: wire.Facts, chain: bytes, identity: Identity | None, tenant: str) -> Identity | None:
         """The conversation without a name whose messages the request continues, else a new one; `identity` is that of a run,
         which may go on from another's. Requests that leave nothing, and texts to complete, are not told apart this way."""
         leaves = self.config.reuse and not facts.multiple and facts.alone is None
         if not self.config.match_history or not leaves or not facts.api.numbered:
             return identity
-        found = self.ledger.find(Key("", facts.model, facts.cache_salt, ""), chain)
+        found = self.ledger.find(Key(tenant, facts.model, facts.cache_salt, ""), chain)
         if found is not None and (identity is None or found != identity.conversation):
             return Identity(found, "history", identity.parent if identity else None, by_history=True)
         return identity or Identity(f"anon-{uuid.uuid4().hex}", "history", by_history=True, new=True)
@@ -326,6 +395,8 @@ class Router:
             return _error(path, 503, "no decode engine is configured", code="no_engine")
         try:
             body = wire.passed_body(request.body) if request.method == "POST" else None
+            if body is not None and request.tenant and path in _SALTED:
+                body = salts.salted_body(body, request.tenant)
         except wire.MalformedBody as error:
             return _error(path, 400, str(error), code="malformed_body")
         call = EngineCall(
@@ -343,26 +414,28 @@ class Router:
             return _error(path, 502, failure.message, code="decode_failed")
         return WholeReply(stream.status, _passed_headers(stream), wire.without_handles(answer))
 
-    async def end_conversation(self, conversation: str) -> None:
+    async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
-        await self._end_now(self.ledger.forget(conversation))
+        await self._end_now(self.ledger.forget(conversation, tenant))
 
-    def renewable(self, conversation: str) -> bool:
+    def renewable(self, conversation: str, tenant: str = "") -> bool:
         """Whether something is held for it that `renew` can keep for longer."""
-        return any(held.leased for held in self.ledger.held_for(conversation))
+        return any(held.leased for held in self.ledger.held_for(conversation, tenant))
 
-    async def pause(self, conversation: str, seconds: float) -> Paused:
+    async def pause(self, conversation: str, seconds: float, tenant: str = "") -> Paused:
         """Keeps what is held for a conversation over a pause of `seconds`, or releases it now where it cannot be kept for so
         long. Raises `ValueError` for what is no pause."""
-        return await pause(self, conversation, seconds)
+        return await pause(self, conversation, seconds, tenant)
 
-    async def release_some(self, conversation: str, names: Collection[tuple[str, str]], why: Reason) -> None:
+    async def release_some(
+        self, conversation: str, names: Collection[tuple[str, str]], why: Reason, tenant: str = ""
+    ) -> None:
         """Releases handles of a conversation, by `Held.name`; its histories stay."""
-        await self._end_now(self.ledger.drop_for(conversation, lambda held: held.name in names, why))
+        await self._end_now(self.ledger.drop_for(conversation, lambda held: held.name in names, why, tenant))
 
-    def forget(self, conversation: str) -> None:
+    def forget(self, conversation: str, tenant: str = "") -> None:
         """As `end_conversation`, which releases in the background."""
-        self._end(self.ledger.forget(conversation))
+        self._end(self.ledger.forget(conversation, tenant))
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
@@ -381,19 +454,19 @@ class Router:
             self._leases.end((held for held in dropped if held.leased), ride=True)
             raise
 
-    async def renew(self, conversation: str, ttl_s: float | None = None) -> float | None:
+    async def renew(self, conversation: str, ttl_s: float | None = None, tenant: str = "") -> float | None:
         """Has the engines keep what they hold for a conversation for another `ttl_s` seconds (`decoder_kv_blocks_ttl` where it
         is not given). Returns for how many seconds it can be used at least; `None` where there is nothing to renew, as with
         stock engines, whose leases cannot be. Raises `LeaseError` when an engine did not do it; those of the others are renewed
         all the same."""
-        held = [one for one in self.ledger.held_for(conversation) if one.leased]
+        held = [one for one in self.ledger.held_for(conversation, tenant) if one.leased]
         if not held:
             return None
         renewal = await self.leases_kept.renew(held, ttl_s or self.config.decoder_kv_blocks_ttl)
         now = self.clock()
         usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewal.remaining.items()}
         deadlines = {name: now + left for name, left in usable.items()}
-        self.ledger.renewed(conversation, deadlines, now)
+        self.ledger.renewed(conversation, deadlines, now, tenant)
         self.retention.renewed(deadlines, now)
         if renewal.failure is not None:
             raise renewal.failure
@@ -428,10 +501,17 @@ class Router:
         """Releases every handle of this router and closes the connections."""
         if self._leases is not None:
             self.pairs.cancel()
+            if self._prober is not None:
+                await self._prober.aclose()
             await self._end_now(self.ledger.flush())
             await self.settled()
             self._leases.closed = True
         await self.client.aclose()
+
+    def look_after_engines(self) -> None:
+        """Has engines probed that are shut out."""
+        if self._prober is not None:
+            self._prober.look()
 
     # --- releases and checks
 
@@ -509,8 +589,8 @@ class Router:
                 dropped = self.ledger.drop_engine(decode, engine_id)
                 self.retention.dropped(dropped, Cause.UNUSABLE)
                 log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
-            case NoteResponse(response, conversation):
-                self.responses.note(response, conversation)
+            case NoteResponse(response, conversation, tenant):
+                self.responses.note(response, conversation, tenant)
             case Record(report):
                 self.fleet.count(report)
                 for take in (scope.record if scope is not None else None, self.on_report):
@@ -650,9 +730,11 @@ class _Run:
 
     def _end_after(self, report: ReuseReport) -> None:
         """A last turn ends its conversation; one that failed may be tried again first."""
+        if report.error is None and self._decoding is not None:
+            self._note(self._decoding, Leg.DECODE, None)
         answered = report.status == 200 and report.error in (None, "client_gone")
         if self._turn.hints.last_turn and answered and report.conversation is not None:
-            self._router.forget(report.conversation)
+            self._router.forget(report.conversation, report.tenant)
 
     def _note_pause(self, branch: Branch) -> None:
         if (pause_s := self._turn.hints.pause_s) is not None and branch.held is not None:
@@ -669,15 +751,17 @@ class _Run:
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()
-            case Call(_, engine, path, body, timeout_s):
+            case Call(leg, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
                 self._router.fleet.begin(engine)
                 try:
                     answer = await self._router.client.call(call)
                 except EngineFailure as failure:
+                    self._note(engine, leg, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
                     self._router.fleet.end(engine)
+                self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
@@ -687,8 +771,11 @@ class _Run:
                 try:
                     self._stream = await self._router.client.open(call)
                 except EngineFailure as failure:
+                    self._note(engine, Leg.DECODE, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 self._chunks = aiter(self._stream)
+                if self._stream.status >= 500:
+                    self._note(engine, Leg.DECODE, FailureKind.ERROR)
                 return Opened(self._stream.status, self._stream.headers)
             case Read():
                 return await self._read()
@@ -705,9 +792,25 @@ class _Run:
             self._chunks = None
             return Ended()
         except EngineFailure as failure:
+            if self._decoding is not None:
+                self._note(self._decoding, Leg.DECODE, failure.kind)
             return Failed(failure.kind, f"{self._decoding}: {failure.message}")
         finally:
             self._reading = False
+
+    def _note(self, engine: Engine, leg: Leg, failed: FailureKind | None) -> None:
+        """Tells the breakers how a call ended."""
+        router, turn = self._router, self._turn
+        if failed is None:
+            router.fleet.note_answer(engine, leg)
+            return
+        named = turn.identity is not None and not turn.identity.by_history
+        who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
+        router.fleet.note_failure(engine, leg, failed, who, router.clock())
+        if failed is FailureKind.BROKEN:
+            router.suspects.broke(turn.chain, engine.url, router.clock())
+        if router.fleet.breaker.any_open:
+            router.look_after_engines()
 
     def _next_headers(self) -> dict[str, str]:
         """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""

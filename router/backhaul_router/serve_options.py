@@ -41,6 +41,7 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "connect_timeout_s": ("SECONDS", "limit of connecting to an engine"),
     "max_body_bytes": ("BYTES", "a larger request is answered 413"),
     "max_conversations": ("N", "so many are kept; beyond, the one that was silent for longest is dropped"),
+    "max_conversations_per_tenant": ("N", "so many of one tenant's, where there are API keys"),
     "max_branches": ("N", "histories that one conversation keeps at a time"),
     "max_idle_s": ("SECONDS", "a conversation that was silent for this long is forgotten"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import signal
 import socket
@@ -19,9 +20,11 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from .asgi import App, make_app
+from .asgi import App, is_loopback, make_app
 from .config import RouterConfig
 from .errors import ConfigError
+from .http_limits import LimitedHttp
+from .tenants import KEYS_VARIABLE, NO_TENANTS, Tenants
 
 log = logging.getLogger("backhaul")
 
@@ -43,12 +46,19 @@ def serve(
     port: int = DEFAULT_PORT,
     *,
     grace_s: float = GRACE_S,
+    metrics_public: bool = True,
+    tenants: Tenants = NO_TENANTS,
 ) -> None:
     """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one.
 
     Raises `ConfigError`: the address cannot be used, or the engines cannot."""
     with listen(host, port) as listener:
-        serve_on(listener, config, grace_s=grace_s, started=lambda url: print(how_to_reach(url), flush=True))
+        started = functools.partial(_say_how_to_reach, asks_for_key=bool(tenants))
+        serve_on(listener, config, grace_s=grace_s, metrics_public=metrics_public, started=started, tenants=tenants)
+
+
+def _say_how_to_reach(url: str, *, asks_for_key: bool) -> None:
+    print(how_to_reach(url, "KEY" if asks_for_key else "none"), flush=True)
 
 
 def serve_on(
@@ -56,13 +66,18 @@ def serve_on(
     config: RouterConfig,
     *,
     grace_s: float = GRACE_S,
+    metrics_public: bool = True,
     started: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
+    tenants: Tenants = NO_TENANTS,
 ) -> None:
     """The same on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is
     called all along; what it raises ends the server at once."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(make_app(config), listener, grace_s, started, check))
+        if not tenants:
+            _warn_where_anybody_may_ask(listener)
+        app = make_app(config, tenants, metrics_public=metrics_public)
+        runner.run(_serve(app, listener, grace_s, started, check))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -93,14 +108,24 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
-def how_to_reach(url: str) -> str:
+def how_to_reach(url: str, key: str = "none") -> str:
     """The server's address, and what one pastes into a program."""
     return f"""router   {url}
 
     from backhaul import AsyncOpenAI
-    client = AsyncOpenAI(base_url="{url}", api_key="none")
+    client = AsyncOpenAI(base_url="{url}", api_key="{key}")
 
 Ctrl-C stops it."""
+
+
+def _warn_where_anybody_may_ask(listener: socket.socket) -> None:
+    address = listener.getsockname()
+    if not is_loopback(address):
+        log.warning(
+            "listening on %s without API keys: whoever can reach it can use the engines. Set %s, or give --api-keys FILE",
+            address[0],
+            KEYS_VARIABLE,
+        )
 
 
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
@@ -148,7 +173,7 @@ async def _serve(
 ) -> None:
     settings = uvicorn.Config(
         app,
-        http="httptools",
+        http=LimitedHttp,
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -161,7 +186,7 @@ async def _serve(
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     try:
-        await app.router.connect()
+        await app.connect()
         server = _Server(settings, lambda: started(base_url(listener)))
         watch = asyncio.create_task(_watch(check, server))
         try:
@@ -175,7 +200,7 @@ async def _serve(
         if not watch.cancelled() and (failure := watch.exception()):
             raise failure
     finally:
-        await app.router.aclose()
+        await app.aclose()
 
 
 async def _watch(check: Callable[[], None], server: _Server) -> None:

@@ -12,8 +12,9 @@ Rules that can be seen here:
 - a stock engine's handle is sent to P once; from then on it is in nobody's hands, whatever came of it. A shared one stays in
   the ledger: D confirms what P is about to read, at that moment;
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
-- a request is sent again only when it was refused before it was read, when reading the handle may be what failed, or when
-  an engine answered with an error; after a broken connection never, since the request may be what broke the engine;
+- a request is sent again only when it was refused before it was read, when reading the handle may be what failed, when an
+  engine answered with an error, or when a prefill took too long; after a broken connection once, since the request may be
+  what broke the engine (`suspects`);
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
   or released.
@@ -29,7 +30,7 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
-from . import digests, wire
+from . import digests, suspects, wire
 from .config import RouterConfig
 from .effects import (
     Action,
@@ -145,6 +146,8 @@ class Turn:
     """D has the client's own body, and the turn leaves nothing."""
     failed_on: frozenset[str] = frozenset()
     erred: frozenset[Role] = frozenset()
+    deaths: int = 0
+    """Engines that may have died of this request, in earlier turns with it too."""
     """Roles of which an engine answered with an error: one other is tried, not every one."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
@@ -210,6 +213,7 @@ class Turn:
                 return self.placed(now)
         picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
         engines = [engine for engine in picks if engine is not None and engine.block_size]
+        engines.sort(key=self.fleet.renders_well, reverse=True)
         is_base = not facts.model or all(facts.model in engine.models for engine in engines)
         if facts.unproven or self.fleet.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
             engines = []
@@ -281,6 +285,8 @@ class Turn:
 
     def placed(self, now: float) -> Step:
         """Decides where the turn runs, and goes there."""
+        if self.spare is not None and self.fleet.is_down(self.spare.decode):
+            self.failure = self.failure or Reason.DECODE_FAILED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
         taken = self.taken if readable else dataclasses.replace(self.taken, held=None)
         placement = place(
@@ -434,12 +440,19 @@ class Turn:
         return (Release(handle.params, via),) if via is not None else ()
 
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
-        """The engine to try after one that failed: where nobody read the request, or, once, after an error."""
-        if kind is FailureKind.ERROR and failed.role not in self.erred:
+        """The engine to try after one that failed: where nobody read it, or, once, after an error, a broken connection or a
+        prefill that took too long."""
+        again = kind is FailureKind.ERROR or (kind is FailureKind.TIMEOUT and failed.role is Role.PREFILL)
+        if (again or (kind is FailureKind.BROKEN and self.outlives())) and failed.role not in self.erred:
             self.erred |= {failed.role}
         elif kind is not FailureKind.REFUSED:
             return None
         return self.fleet.pick(failed.role, None, self.failed_on | {failed.url})
+
+    def outlives(self) -> bool:
+        """Whether the request may go out again after a connection broke: one engine may have died of it, and no second one."""
+        self.deaths += 1
+        return self.deaths < suspects.MOST
 
     def retry(self) -> None:
         self.draft["retries"] = self.draft.get("retries", 0) + 1
@@ -516,9 +529,11 @@ class Turn:
 
     def named(self, answer: str | None) -> Actions:
         """Notes the id of the answer, where later requests may name it."""
-        if answer is None or self.identity is None or not self.facts.api.refers_to_answers:
+        if answer is None or not self.facts.api.refers_to_answers:
             return ()
-        return (NoteResponse(answer, self.identity.conversation),)
+        if self.identity is None:  # a tenant may go on from its own answers only, whatever they belong to
+            return (NoteResponse(answer, "", self.tenant),) if self.tenant else ()
+        return (NoteResponse(answer, self.identity.conversation, self.tenant),)
 
     def _ran_tokens(self, generated: Sequence[int] | None) -> int:
         """Tokens that D ran and has KV of: by their ids or, where those are not known, by its own count."""
@@ -637,6 +652,7 @@ class Turn:
             "turn": 1,
             **self.draft,
             "conversation": self.identity.conversation if self.identity else None,
+            "tenant": self.tenant,
             "model": self.facts.model or None,
             "identity_source": self.identity.source if self.identity else None,
             "parent": self.identity.parent if self.identity else None,
@@ -764,7 +780,7 @@ class Rendering:
                 return turn.placed(now)
             case Answered(400 | 413 | 422):
                 return turn.leave_to_decode(Reason.NO_PROOF, now)
-            case Failed(FailureKind.BROKEN, message):
+            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
                 return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Answered() | Failed():
                 if len(self.engines) > 1:
@@ -804,7 +820,7 @@ class Closing:
                 turn.draft["render_ms"] += (now - self.since) * 1e3
                 turn.continued(self.token_ids, (wire.read_rendered(body) or ()) if status == 200 else (), self.engine)
                 return turn.placed(now)
-            case Failed(FailureKind.BROKEN, message):
+            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
                 return turn.refuse(None, 502, message, Leg.RENDER, now)
             case Failed():
                 turn.continued(self.token_ids, (), self.engine)

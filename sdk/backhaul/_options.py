@@ -41,6 +41,7 @@ class RouterSettings(TypedDict, total=False):
     connect_timeout_s: float
     max_body_bytes: int
     max_conversations: int
+    max_conversations_per_tenant: int
     max_branches: int
     max_idle_s: float
 

@@ -38,6 +38,7 @@ _WAIT_S = 2
 """How long the router may wait for a turn that is just ending, as after an early close."""
 _END_LIMIT_S = 4.0
 _TAIL_BYTES = 4096
+_CREDENTIALS = ("authorization", "x-api-key")
 _DONE = b"data: [DONE]"
 
 
@@ -227,8 +228,8 @@ class _Hook:
         if not found or (conversation is None and scope is not None):
             return None
         router = self._routers.setdefault(base, RemoteRouter(self, base))
-        if "authorization" in request.headers:
-            router.credentials = {"authorization": request.headers["authorization"]}
+        if sent := {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}:
+            router.credentials = sent
         attach = getattr(scope, "attach", None)
         if attach is not None:
             attach(router)

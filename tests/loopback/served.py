@@ -17,6 +17,7 @@ import httpx2
 from backhaul_connector.loopback import LoopbackPair
 from backhaul_router import server
 from backhaul_router.config import RouterConfig
+from backhaul_router.tenants import NO_TENANTS, Tenants
 
 LIMIT_S = 60.0
 
@@ -85,7 +86,9 @@ class _Stop(Exception):
 
 
 @asynccontextmanager
-async def in_thread(pair: LoopbackPair, host: str = "127.0.0.1", **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
+async def in_thread(
+    pair: LoopbackPair, host: str = "127.0.0.1", tenants: Tenants = NO_TENANTS, **settings: Any
+) -> AsyncIterator[httpx2.AsyncClient]:
     """The same server in a thread of this process, which starts sooner: a client of it, `base_url` without `/v1`."""
     config = RouterConfig(**{"prefill": [pair.prefill.url], "decode": [pair.decode.url], **settings})
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -98,7 +101,8 @@ async def in_thread(pair: LoopbackPair, host: str = "127.0.0.1", **settings: Any
 
     def serve() -> None:
         with server.listen(host, 0) as listener:
-            server.serve_on(listener, config, started=lambda url: tell(started.set_result, url), check=check)
+            tell_url = lambda url: tell(started.set_result, url)  # noqa: E731
+            server.serve_on(listener, config, started=tell_url, check=check, tenants=tenants)
 
     thread = asyncio.create_task(asyncio.to_thread(serve))
     await asyncio.wait((thread, started), return_when=asyncio.FIRST_COMPLETED)

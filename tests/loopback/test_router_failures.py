@@ -89,15 +89,24 @@ async def test_another_prefill_engine_computes_when_the_first_fails() -> None:
         assert report.prefill_engine == cluster.prefill[1].url
 
 
-async def test_a_request_that_broke_a_prefill_engine_reaches_no_other() -> None:
-    async with run_cluster(prefill=2, engine={"enable_scale_out": False}) as cluster:
+async def test_a_request_that_breaks_engines_reaches_two_of_them_however_often_it_is_sent() -> None:
+    async with run_cluster(prefill=4, engine={"enable_scale_out": False}) as cluster:
         body = {"messages": opening(), "documents": [{"text": "x"}]}
         await cluster.router.connect()
         for engine in cluster.prefill:
             engine.faults.drop = True
-        answer = await cluster.ask(body)
-        assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
-        assert sum(len(engine.requests_to(CHAT)) for engine in cluster.engines) == 1
+        codes = []
+        for conversation in ("one", "another", "a third"):
+            answer = await cluster.ask(body, conversation=conversation)
+            assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
+            codes.append(answer.json["error"]["code"])
+        assert codes == ["prefill_failed", "breaks_engines", "breaks_engines"]
+        assert sum(len(engine.requests_to(CHAT)) for engine in cluster.engines) == 2
+        assert cluster.router.fleet.counters.withheld == 2
+        other = {**body, "messages": [*opening(), user("Another one.")]}
+        for engine in cluster.prefill:
+            engine.faults.clear()
+        assert (await cluster.ask(other)).status == 200
 
 
 async def test_a_prefill_that_hangs_is_given_up() -> None:

@@ -19,7 +19,7 @@ from backhaul_router import cli
 from backhaul_router.asgi import App, is_loopback, make_app
 from backhaul_router.config import RouterConfig
 from backhaul_router.report import ReuseReport
-from backhaul_router.reports import ReportLog
+from backhaul_router.reports import ReportLogs
 from backhaul_router.router import Request, Router
 from served import LIMIT_S, freed, in_thread, run, serving
 
@@ -382,7 +382,7 @@ async def test_a_client_that_reads_slowly_slows_the_engine_down(monkeypatch: pyt
 
     monkeypatch.setattr(router, "handle", handle)
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "client": ("127.0.0.1", 1)}
-    await asyncio.wait_for(App(router, ReportLog())(scope, receive, send), LIMIT_S)
+    await asyncio.wait_for(App(router, ReportLogs())(scope, receive, send), LIMIT_S)
     assert (flood.taken, flood.closed) == (1, True)
     await router.aclose()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ async def test_a_sub_agent_with_another_system_prompt_is_another_history(engine:
         assert [r.route for r in reports[0]] == [Route.COLD, Route.WARM, Route.WARM]
         assert (reports[1][0].route, reports[1][0].reason) == (Route.COLD, Reason.DIVERGED)
         assert [r.route for r in reports[1][1:]] == [Route.WARM, Route.WARM]
+
+
+async def test_an_id_of_the_callers_counts_from_the_first_request_on_and_for_parallel_agents() -> None:
+    async with run_cluster(p=NO_CACHE) as cluster:
+        agents = {f"agent-{number}": agent(number) for number in range(3)}
+        replies = [await cluster.open({"messages": messages}, conversation=name) for name, messages in agents.items()]
+        for messages, reply in zip(agents.values(), replies, strict=True):
+            answer = json.loads(b"".join([chunk async for chunk in reply]))
+            messages += [answer["choices"][0]["message"], user("Go on. " + STORY)]
+        assert sorted(str(report.conversation) for report in cluster.reports) == sorted(agents)
+        for name, messages in agents.items():
+            assert (await cluster.exact({"messages": messages}, conversation=name)).reused.route is Route.WARM
 
 
 async def test_so_many_histories_of_an_id_are_kept_and_no_more() -> None:

@@ -567,6 +567,16 @@ async def test_a_tls_handshake_that_hangs_is_refused_after_the_connect_timeout()
     assert failure.message == f"{url}{PATH}: no connection within 0.1 s"
 
 
+async def test_a_blocked_event_loop_is_no_engine_that_does_not_answer():
+    client = HttpClient(connect_timeout_s=0.1)
+    async with engine(answering(OK)) as base:
+        call = asyncio.create_task(client.call(post(base)))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.3)
+        assert (await call).status == 200
+    await client.aclose()
+
+
 async def test_tls_to_an_engine_without_it_is_refused(client):
     async def behave(peer: Peer) -> None:
         await peer.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")

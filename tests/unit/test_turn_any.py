@@ -71,7 +71,8 @@ class Journey:
         """Handles whose blocks are pinned for us, by who pins them: every one must be filed, sent on, or released."""
         self.read: set[str] = set()
         """Handles that an engine has read, or may have."""
-        self.broken = False
+        self.broken = 0
+        """Connections that broke on a request: one may, for all that is known, by the request itself."""
         self.parts: list[bytes] = []
         """Of D's whole answer, as far as it has come."""
         self.has_handle = False
@@ -139,13 +140,15 @@ class Journey:
 
     def answer(self) -> None:
         need = self.drive.need
-        assert not (self.broken and isinstance(need, Call | Open)), "a request went out again after a connection broke"
+        assert self.broken < 2 or not isinstance(need, Call | Open), (
+            "a request went out again after two connections broke"
+        )
         match need:
             case Call(Leg.RENDER):
                 come = self.one_of(
                     rendered, rendered, lambda: Answered(self.status(), JSON, b"{}"), self.failed, lambda: rendered(())
                 )
-                self.broken = isinstance(come, Failed) and come.kind is BROKEN
+                self.broken += isinstance(come, Failed) and come.kind is BROKEN
                 self.drive.feed(come)
             case Call(Leg.PREFILL):
                 self.answer_prefill(need)
@@ -153,7 +156,7 @@ class Journey:
                 come = self.one_of(
                     lambda: STREAM, lambda: BODY, lambda: BODY, lambda: Opened(self.status(), JSON), self.failed
                 )
-                self.broken = isinstance(come, Failed) and come.kind is BROKEN
+                self.broken += isinstance(come, Failed) and come.kind is BROKEN
                 self.reading, self.parts, self.has_handle = need, [], False
                 self.drive.feed(come)
                 if come == BODY:  # it is sent when the answer is complete
@@ -187,7 +190,7 @@ class Journey:
             self.failed,
         )
         refused = isinstance(come, Failed) and come.kind is REFUSED
-        self.broken = isinstance(come, Failed) and come.kind is BROKEN
+        self.broken += isinstance(come, Failed) and come.kind is BROKEN
         self.sent_to_prefill(call, unread=refused or (isinstance(come, Answered) and 400 <= come.status < 500))
         if isinstance(come, Answered) and come.status == 200:
             name = json.loads(call.body)["kv_transfer_params"].get("remote_request_id")
@@ -204,6 +207,8 @@ class Journey:
         handles = "kv_transfer_params" in json.loads(self.reading.body) and not self.has_handle
         stream = isinstance(self.drive.state, Relaying)
         if stream:
+            # events without names, as these are, carry no handle where the API's own events have names
+            handles = handles and self.drive.turn.facts.endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
             come = self.one_of(
                 lambda: sse(delta()),
                 lambda: sse(delta()),
@@ -232,7 +237,7 @@ class Journey:
                 self.parts.append(come.data)
             elif come == Ended():
                 self.owe_for(b"".join(self.parts))
-        self.broken = isinstance(come, Failed) and come.kind is BROKEN
+        self.broken += isinstance(come, Failed) and come.kind is BROKEN
         self.drive.feed(come)
         if any(isinstance(action, Respond) and action.status == 200 for action in self.drive.actions):
             self.decode_has_read()

@@ -95,14 +95,30 @@ def test_a_handle_that_no_engine_was_sent_goes_back() -> None:
     assert "cannot connect" in drive.error["message"]
 
 
-def test_a_request_that_broke_prefill_is_not_sent_again() -> None:
+def test_a_request_whose_prefill_broke_goes_to_one_other_engine_cold() -> None:
     drive = Drive(on=fleet(P1, P2, D1))
     drive.feed(rendered(), Failed(BROKEN, "gone"))
+    assert drive.asked(Leg.PREFILL).engine.url == P2
+    assert "remote_request_id" not in drive.body["kv_transfer_params"]
+    assert [name for name, _ in drive.released] == [OLD]
+    drive.feed(prefilled(), BODY, whole(), Ended())
+    assert (drive.report.route, drive.report.reason, drive.report.retries) == (Route.COLD, Reason.READ_FAILED, 1)
+
+
+@pytest.mark.parametrize("deaths", [0, 1], ids=["in this turn", "in an earlier one"])
+def test_a_request_that_two_engines_broke_with_is_not_sent_again(deaths: int) -> None:
+    drive = Drive(FIRST, on=fleet(P1, P2, "http://p3:1", D1))
+    drive.turn.deaths = deaths
+    drive.feed(rendered(), *[Failed(BROKEN, "gone")] * (2 - deaths))
     assert drive.state == Done()
     assert drive.one(Respond).status == 502
     assert dict(drive.one(Respond).headers)["x-should-retry"] == "false"
-    assert [name for name, _ in drive.released] == [OLD]
-    assert drive.one(Lost).reason is Reason.READ_FAILED
+
+
+def test_a_renderer_that_breaks_is_one_of_the_two() -> None:
+    drive = Drive(FIRST, on=fleet(P1, P2, D1))
+    drive.feed(Failed(BROKEN, "gone"), rendered(), Failed(BROKEN, "gone"))
+    assert (drive.state, drive.one(Respond).status) == (Done(), 502)
 
 
 def test_a_cold_prefill_that_fails_is_tried_on_one_other_engine() -> None:
@@ -131,8 +147,17 @@ def test_engines_that_are_down_are_passed_over_until_one_answers() -> None:
     assert (drive.one(Respond).status, drive.report.retries) == (200, 3)
 
 
-def test_a_cold_prefill_that_hangs_is_a_timeout() -> None:
-    drive = Drive(FIRST, on=fleet(P1, P2, D1))
+def test_a_cold_prefill_that_hangs_is_tried_on_one_other_engine() -> None:
+    drive = Drive(FIRST, on=fleet(P1, P2, "http://p3:1", D1))
+    drive.feed(rendered(), Failed(TIMEOUT, "slow"))
+    assert drive.asked(Leg.PREFILL).engine.url != P1
+    drive.feed(Failed(TIMEOUT, "slow"))
+    assert (drive.one(Respond).status, drive.report.retries) == (504, 1)
+    assert dict(drive.one(Respond).headers)["x-should-retry"] == "false"
+
+
+def test_the_only_prefill_engine_that_hangs_is_a_timeout() -> None:
+    drive = Drive(FIRST, on=fleet(P1, D1))
     drive.feed(rendered(), Failed(TIMEOUT, "slow"))
     assert (drive.one(Respond).status, drive.error["code"]) == (504, "prefill_timeout")
 
@@ -234,18 +259,29 @@ def test_the_only_decode_engines_error_is_ours_to_tell(error: str) -> None:
     assert drive.released == [("p-1", D1)]
 
 
-@pytest.mark.parametrize(("kind", "status"), [(BROKEN, 502), (TIMEOUT, 504)])
-@pytest.mark.parametrize(
-    "before", [[], [BODY], [STREAM], [STREAM, Chunk(b'data: {"cho')], [BODY, Chunk(b'{"choices"')]]
-)
-def test_a_request_that_coincided_with_a_broken_decode_is_not_sent_again(
-    kind: FailureKind, status: int, before: list[Event]
-) -> None:
+BEFORE: list[list[Event]] = [[], [BODY], [STREAM], [STREAM, Chunk(b'data: {"cho')], [BODY, Chunk(b'{"choices"')]]
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_decode_engine_that_is_silent_is_not_given_up_for_another(before: list[Event]) -> None:
     drive = prefilled_drive(P1, D1, D2)
-    drive.feed(*before, Failed(kind, "gone"))
+    drive.feed(*before, Failed(TIMEOUT, "silent"))
     assert drive.state == Done()
-    assert drive.one(Respond).status == status
+    assert drive.one(Respond).status == 504
     assert [name for name, _ in drive.released] == ["p-1"]
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_decode_engine_that_breaks_before_the_first_byte_costs_a_new_prefill_and_no_more(before: list[Event]) -> None:
+    drive = prefilled_drive(P1, D1, D2)
+    first = drive.opening().engine.url
+    drive.feed(*before, Failed(BROKEN, "gone"))
+    assert drive.asked(Leg.PREFILL)
+    drive.feed(prefilled("p-2"))
+    assert drive.opening().engine.url != first
+    drive.feed(*before, Failed(BROKEN, "gone"))
+    assert (drive.state, drive.one(Respond).status) == (Done(), 502)
+    assert [name for name, _ in drive.released] == ["p-1", "p-2"]
 
 
 def test_a_stream_that_ends_before_it_began_is_an_error() -> None:

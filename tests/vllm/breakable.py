@@ -269,6 +269,11 @@ async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -
         await asyncio.sleep(0.02)
 
 
+async def runs(url: str) -> bool:
+    """Whether a request runs on the engine."""
+    return (await metrics(url))["vllm:num_requests_running"] > 0
+
+
 async def waits_for_blocks(engine: Engine) -> bool:
     """Whether a request on the engine waits for another engine's blocks."""
     return (await metrics(engine.url)).total("vllm:num_requests_waiting_by_reason", reason="deferred") > 0

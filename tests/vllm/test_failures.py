@@ -25,6 +25,7 @@ from breakable import (
     agrees,
     rises,
     run,
+    runs,
     standing_still,
     taking,
     until,
@@ -270,7 +271,7 @@ async def test_a_d_that_dies_in_mid_answer_and_comes_back_on_its_port_is_no_stra
         prompt = await talk.more(fresh(300))
         prompt = await is_warm(talk, prompt)
         asked = asyncio.ensure_future(talk.broken_stream(prompt, 7000))
-        await until(lambda: _runs(site.d.url))
+        await until(lambda: runs(site.d.url))
         with taking(10.0):
             await asyncio.to_thread(site.d.kill)
             events = await asked
@@ -288,10 +289,6 @@ async def test_a_d_that_dies_in_mid_answer_and_comes_back_on_its_port_is_no_stra
         assert answer.report.route is Route.COLD
         assert answer.report.reason in (Reason.READ_FAILED, Reason.ENGINE_CHANGED, Reason.NO_HANDLE, Reason.EXPIRED)
         await is_warm(talk, [*prompt, *answer.token_ids, *range(150, 190)])
-
-
-async def _runs(url: str) -> bool:
-    return (await metrics(url))["vllm:num_requests_running"] > 0
 
 
 async def test_a_p_that_dies_in_mid_read_and_in_mid_prefill_is_told_and_d_lets_go(site: Site) -> None:
