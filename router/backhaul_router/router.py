@@ -323,7 +323,7 @@ class Router:
         now = self.clock()
         self._end(self.ledger.sweep(now), why=Cause.EXPIRED)
         if looked_at := self.retention.to_look_at(now):
-            self._spawn(look(self.client, self.fleet, self.leases_kept, looked_at))
+            self._spawn(self._look_at(looked_at))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
         if self.fleet.breaker.any_open:
@@ -544,6 +544,10 @@ class Router:
         if dropped := tuple(dropped):
             self.retention.dropped(dropped)
             await self.leases_kept.end_now(dropped)
+
+    async def _look_at(self, decodes: Iterable[str]) -> None:
+        await look(self.client, self.fleet, self.leases_kept, decodes)
+        self.give_up_retained()
 
     def give_up_retained(self) -> None:
         """Drops and releases what `retention` has given up."""
