@@ -28,6 +28,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .ledger import Branch, Held, Key, Taken
 
@@ -74,8 +75,7 @@ class Victim:
     """A lease that is being released by the turn that needs the room."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(NamedTuple):
     """What a turn is expected to need on a decode engine while it runs."""
 
     decode: str
@@ -100,7 +100,7 @@ class _Kept:
         self.resumes = 0.0
         """When an announced pause ends."""
         self.number = 0
-        """Of its place in the order; earlier places are void."""
+        """Of its place in the order; earlier places are void. 0 when it has ended."""
 
     def expected_until(self, now: float) -> float:
         if self.resumes > now:
@@ -125,7 +125,7 @@ class _Decode:
         """What the engine really keeps for us, of what our handles add up to."""
         self.others = 0
         """Kept for others, as far as is known."""
-        self.order: list[tuple[float, int, Name]] = []
+        self.order: list[tuple[float, int, _Kept]] = []
 
     def whole_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size) * self.block_size
@@ -145,10 +145,10 @@ class Retention:
     def __init__(self, budget: int | None = None, one_shot_s: float = 60.0) -> None:
         """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
         self._given_budget = budget
-        self._one_shot_s = one_shot_s
+        self._patience_s = tuple(one_shot_s * 2**doublings for doublings in range(_DOUBLINGS + 1))
         self._decodes: dict[str, _Decode] = {}
         self._kept: dict[Name, _Kept] = {}
-        self._deadlines: list[tuple[float, Name]] = []
+        self._deadlines: list[tuple[float, int, _Kept]] = []
         self._due: list[Victim] = []
         self._numbers = itertools.count(1)
         self._answer = float(_ANSWER)
@@ -247,8 +247,8 @@ class Retention:
             self._forget(dropped, Cause.SUPERSEDED)
             self._expire(now)
             if left is not None:
-                self._file(key, left, self._patience_s(taken.turn, branch), now)
-                self._keep_to_limits(self._of(left.decode))
+                doublings = taken.turn - branch.by_history
+                self._file(key, left, self._patience_s[min(doublings, _DOUBLINGS)], now)
 
     def dropped(self, held: Iterable[Held], cause: Cause = Cause.ENDED) -> None:
         with self._lock:
@@ -261,8 +261,8 @@ class Retention:
             for name, deadline in deadlines.items():
                 if (kept := self._kept.get(name)) is not None:
                     kept.deadline, kept.seen = deadline, now
+                    self._place(kept, self._of(kept.held.decode))
                     self._watch(kept)
-                    self._place(kept)
 
     def paused(self, names: Iterable[Name], now: float, pause_s: float) -> None:
         """Their conversation goes on after so many seconds, and hardly before."""
@@ -271,7 +271,7 @@ class Retention:
             for name in names:
                 if (kept := self._kept.get(name)) is not None:
                     kept.seen, kept.resumes = now, now + pause_s
-                    self._place(kept)
+                    self._place(kept, self._of(kept.held.decode))
 
     # --- room for turns
 
@@ -350,36 +350,30 @@ class Retention:
             account = self._decodes[decode] = _Decode()
         return account
 
-    def _patience_s(self, turn: int, branch: Branch) -> float:
-        return float(self._one_shot_s * 2 ** min(_DOUBLINGS, turn - branch.by_history))
-
     def _file(self, key: Key, held: Held, patience_s: float, now: float) -> None:
-        account, kept = self._of(held.decode), self._kept.get(held.name)
+        account, name = self._of(held.decode), held.name
+        kept = self._kept.get(name)
         if kept is None:
-            kept = self._kept[held.name] = _Kept(held, account.whole_blocks(held.handle.tokens))
+            kept = self._kept[name] = _Kept(held, account.whole_blocks(held.handle.tokens))
             account.kept += kept.tokens
         kept.held, kept.key, kept.deadline = held, key, held.deadline
         kept.seen, kept.patience_s, kept.resumes = now, patience_s, 0.0
+        self._place(kept, account)
         self._watch(kept)
-        self._place(kept)
+        self._keep_to_limits(account)
 
     def _watch(self, kept: _Kept) -> None:
-        heapq.heappush(self._deadlines, (kept.deadline, kept.held.name))
+        heapq.heappush(self._deadlines, (kept.deadline, next(self._numbers), kept))
         if len(self._deadlines) > 2 * len(self._kept) + 64:  # most are of what has ended
-            self._deadlines = [(one.deadline, name) for name, one in self._kept.items()]
+            self._deadlines = [(one.deadline, one.number, one) for one in self._kept.values()]
             heapq.heapify(self._deadlines)
 
-    def _place(self, kept: _Kept) -> None:
-        account = self._of(kept.held.decode)
+    def _place(self, kept: _Kept, account: _Decode) -> None:
         kept.number = next(self._numbers)
-        heapq.heappush(account.order, (kept.expected_until(self._now), kept.number, kept.held.name))
+        heapq.heappush(account.order, (kept.expected_until(self._now), kept.number, kept))
         if len(account.order) > 2 * len(self._kept) + 64:  # most places are void
-            account.order = [place for place in account.order if self._is_valid(place)]
+            account.order = [place for place in account.order if place[2].number == place[1]]
             heapq.heapify(account.order)
-
-    def _is_valid(self, place: tuple[float, int, Name]) -> bool:
-        kept = self._kept.get(place[2])
-        return kept is not None and kept.number == place[1]
 
     def _done(self, held: Held | None) -> None:
         kept = self._kept.get(held.name) if held is not None else None
@@ -393,16 +387,16 @@ class Retention:
     def _end(self, name: Name, cause: Cause) -> None:
         kept = self._kept.pop(name, None)
         if kept is not None:
+            kept.number = 0
             self._of(kept.held.decode).kept -= kept.tokens
             self._released[cause] += 1
 
     def _expire(self, now: float) -> None:
         """What engines have let go of, though nobody has told: as when another router's turn has read it."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, name = heapq.heappop(self._deadlines)
-            kept = self._kept.get(name)
-            if kept is not None and kept.deadline <= now:
-                self._end(name, Cause.EXPIRED)
+            _, _, kept = heapq.heappop(self._deadlines)
+            if kept.number and kept.deadline <= now:
+                self._end(kept.held.name, Cause.EXPIRED)
 
     def _keep_to_limits(self, account: _Decode, *, with_turn: bool = False) -> tuple[Victim, ...]:
         over = account.in_use - account.capacity if account.capacity is not None else 0.0
@@ -416,19 +410,19 @@ class Retention:
 
     def _give_up(self, account: _Decode, tokens: float, cause: Cause, with_turn: bool) -> tuple[Victim, ...]:
         victims: list[Victim] = []
-        busy: list[tuple[float, int, Name]] = []
+        busy: list[tuple[float, int, _Kept]] = []
         order = account.order
         while tokens > 0 and order:
             place = heapq.heappop(order)
-            if not self._is_valid(place):
+            until, number, kept = place
+            if kept.number != number:
                 continue
-            kept = self._kept[place[2]]
             if kept.busy:
                 busy.append(place)
-            elif (until := kept.expected_until(self._now)) > place[0]:  # the end of a pause has come nearer
-                heapq.heappush(order, (until, *place[1:]))
+            elif (later := kept.expected_until(self._now)) > until:  # the end of a pause has come nearer
+                heapq.heappush(order, (later, number, kept))
             else:
-                self._end(place[2], cause)
+                self._end(kept.held.name, cause)
                 victims.append(Victim(kept.key, kept.held, cause, with_turn and kept.held.leased))
                 tokens -= kept.tokens
         for place in busy:
