@@ -171,3 +171,38 @@ async def test_leases_that_are_in_the_way_ride_with_the_turn_that_needs_the_room
         riding = sum(len(one.get("release", ())) for one in asked)
         assert riding == cluster.router.retention.released[Cause.ROOM] > ONE_SHOTS / 2
         assert not cluster.d.requests_to("/v1/completions"), "no request of its own"
+
+
+@KINDS
+async def test_a_conversation_that_announced_a_pause_is_given_up_before_one_that_may_go_on_at_once(
+    engine: dict[str, Any],
+) -> None:
+    async with run_cluster(engine=engine) as cluster:
+        cluster.router.clock = lambda: 0.0
+        await cluster.ask({"messages": opening()}, conversation="goes on")
+        await cluster.ask({"messages": opening()}, conversation="pauses", headers=[("X-Backhaul-Pause", "60")])
+        router, url = cluster.router, cluster.d.url
+        router.retention.know(url, router.retention.retained(url), BLOCK)
+        [decode] = router.fleet.decode
+        reserved = router.fleet.reserve(decode, BLOCK, 0, sent=True)
+        router.give_up_retained()
+        assert not router.ledger.held_for("pauses")
+        assert router.ledger.held_for("goes on")
+        router.retention.unreserve(reserved)
+
+
+@KINDS
+async def test_a_turn_that_fails_needs_no_room_any_more(engine: dict[str, Any]) -> None:
+    async with run_cluster(engine=engine) as cluster:
+        await cluster.ask({"messages": opening()})
+        retention, url = cluster.router.retention, cluster.d.url
+        await cluster.router.end_conversation("c")
+        free = retention.free(url)
+        cluster.d.faults.status = 500
+        assert (await cluster.ask({"messages": opening()})).status == 502
+        cluster.d.faults.clear()
+        reply = await cluster.open({"messages": opening(), "stream": True})
+        assert retention.free(url) < free
+        await reply.aclose()
+        await cluster.router.end_conversation("c")
+        assert retention.free(url) == free
