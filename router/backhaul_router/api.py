@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import msgspec
@@ -25,8 +24,7 @@ OBJECT: Final = (dict, type(None))
 Types = Mapping[str, tuple[type, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+class History(msgspec.Struct, frozen=True):
     """What a request says of the conversation so far; fields as in `Facts`."""
 
     messages: tuple[bytes, ...] = ()

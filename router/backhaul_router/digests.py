@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 SIZE = 16
 """Bytes of one digest."""
@@ -54,8 +55,7 @@ def _packed_chain(data: bytes, block_size: int, start: bytes) -> bytes:
     return chain([data[i : i + step] for i in range(0, whole, step)], start)
 
 
-@dataclass(frozen=True, slots=True)
-class Chains:
+class Chains(msgspec.Struct, frozen=True):
     """The block chain of a sequence, and one over spans of `SPAN` blocks beside it: a fifth of the work, with which the
     blocks of a known prefix need not be hashed again."""
 
@@ -63,7 +63,10 @@ class Chains:
     spans: bytes = b""
 
 
-def chains(token_ids: Sequence[int], block_size: int, known: Chains = Chains()) -> Chains:
+_NOTHING_KNOWN = Chains()
+
+
+def chains(token_ids: Sequence[int], block_size: int, known: Chains = _NOTHING_KNOWN) -> Chains:
     """Both chains of `token_ids`. `known` are those of any other sequence in blocks of the same size: what the two have in
     common, in whole spans, is taken from there. Raises `OverflowError` as `block_chain` does."""
     data = _pack(token_ids)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from .engine_client import FailureKind
 from .errors import Leg
@@ -16,8 +17,7 @@ Headers = Sequence[tuple[str, str]]
 # --- what a state needs, and what comes back ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(msgspec.Struct, frozen=True):
     """Ask the ledger for this conversation's history."""
 
     key: Key
@@ -26,8 +26,7 @@ class Take:
     """The conversation that this one forks, perhaps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """Send a body to an engine and read the whole answer."""
 
     leg: Leg
@@ -37,8 +36,7 @@ class Call:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """Find out whether this P can read what that D holds, unless it is known."""
 
     prefill: Engine
@@ -46,8 +44,7 @@ class Check:
     """D's URL."""
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(msgspec.Struct, frozen=True):
     """Send a body to the decode engine and read the head of its answer."""
 
     engine: Engine
@@ -56,49 +53,41 @@ class Open:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """Read the next piece of the answer that `Open` began."""
 
 
 Need = Take | Check | Call | Open | Read
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
+class Took(msgspec.Struct, frozen=True):
     taken: Taken
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(msgspec.Struct, frozen=True):
     """The fleet knows by now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     status: int
     headers: Mapping[str, str]
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     status: int
     headers: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The answer ended as its framing says it should."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     kind: FailureKind
     message: str
 
@@ -109,47 +98,41 @@ Event = Took | Checked | Answered | Opened | Chunk | Ended | Failed
 # --- what is to be done on the way -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Respond:
+class Respond(msgspec.Struct, frozen=True):
     """The head of the client's answer."""
 
     status: int
     headers: Headers
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """A piece of the body of the client's answer."""
 
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Have a handle's blocks freed, by way of an engine of the other role."""
 
     params: bytes
     via: Engine
 
 
-@dataclass(frozen=True, slots=True)
-class EndLease:
+class EndLease(msgspec.Struct, frozen=True):
     """A lease on a decode engine that runs our connector, of which the turn has no use: it is told so by name."""
 
     holder: Holder
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class GiveBack:
+class GiveBack(msgspec.Struct, frozen=True):
     """The turn does not need the handle taken any more, and did not use it up: it goes back into the ledger."""
 
     key: Key
     taken: Taken
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """The handle taken is used up or void, and the turn left no other."""
 
     key: Key
@@ -157,8 +140,7 @@ class Lost:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """File what the turn left."""
 
     key: Key
@@ -166,16 +148,14 @@ class Settle:
     branch: Branch
 
 
-@dataclass(frozen=True, slots=True)
-class DropEngine:
+class DropEngine(msgspec.Struct, frozen=True):
     """A decode engine restarted: the handles of its earlier process are void."""
 
     decode: str
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class NoteResponse:
+class NoteResponse(msgspec.Struct, frozen=True):
     """A conversation's answer has an id, by which a later request may go on from it."""
 
     response: str
@@ -183,8 +163,7 @@ class NoteResponse:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """The turn's report is complete."""
 
     report: ReuseReport

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 
 class FailureKind(enum.StrEnum):
@@ -29,20 +30,18 @@ class EngineFailure(Exception):
         self.message = message
 
 
-@dataclass(frozen=True)
-class EngineCall:
+class EngineCall(msgspec.Struct, frozen=True):
     """One HTTP request to an engine."""
 
     url: str
     body: bytes | None = None
     """JSON to POST; `None` makes it a GET."""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     timeout_s: float = 120.0
     """`call`: limit for the whole exchange. `open`: longest silence before the head and between chunks."""
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
+class EngineAnswer(msgspec.Struct, frozen=True):
     """A whole response."""
 
     status: int

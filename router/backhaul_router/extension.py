@@ -80,8 +80,7 @@ class _Said(msgspec.Struct):
 _decode_said = msgspec.json.Decoder(_Said).decode
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(msgspec.Struct, frozen=True):
     """An engine's object, read."""
 
     passed_on: bytes | None = None
@@ -118,8 +117,7 @@ def read(raw: Raw | bytes | None) -> Said:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What a decode leg asks of a D that runs our connector."""
 
     retain: bool

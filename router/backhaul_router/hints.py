@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+
+import msgspec
 
 from .config import RouterConfig
 
@@ -21,8 +22,7 @@ _PAUSE_TTLS = 10
 _WORDS = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(msgspec.Struct, frozen=True):
     last_turn: bool = False
     """The turn leaves nothing, and at its end everything that is held for its conversation is released."""
     pause_s: float | None = None

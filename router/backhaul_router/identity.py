@@ -3,9 +3,10 @@ what its tool sends of its own accord. Where there is none of these the router g
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Final
+
+import msgspec
 
 from . import harness
 from .ids import MAX_ID_BYTES, Identity, fits
@@ -77,7 +78,7 @@ def _explicit(headers: Mapping[str, str], fields: Mapping[str, object]) -> Ident
                 name,
             )
     if found is not None and fits(parent := headers.get(_SESSIONS_PARENT)):
-        return dataclasses.replace(found, parent=parent)
+        return msgspec.structs.replace(found, parent=parent)
     return found
 
 
@@ -100,7 +101,7 @@ def with_parent(identity: Identity | None, headers: Mapping[str, str], inside: s
     parent = identity.parent or (inside if identity.source == "scope" else None)
     if named:
         parent = _checked(named, f"header:{PARENT_HEADER}", PARENT_HEADER)
-    return identity if parent in (None, identity.conversation) else dataclasses.replace(identity, parent=parent)
+    return identity if parent in (None, identity.conversation) else msgspec.structs.replace(identity, parent=parent)
 
 
 def _checked(value: object, source: str, name: str) -> str:

@@ -16,14 +16,14 @@ Methods neither block nor await, and hold a lock, so that several event loops ma
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from . import digests
 from .ages import Ages
@@ -50,8 +50,7 @@ class Key(NamedTuple):
     conversation: str
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """A handle in the ledger, with what the router knows of it."""
 
     handle: Handle
@@ -78,8 +77,7 @@ class Held:
         return self.decode, self.handle.request_id
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(msgspec.Struct, frozen=True):
     """One history of a conversation, as its last turn left it."""
 
     chain: bytes
@@ -104,12 +102,11 @@ class Branch:
     """Its conversation has no name of its own, and is found by what it says."""
     exact: Kept | None = None
     """Where histories are kept exact, and the turn ended as it must for that."""
-    number: int = field(default_factory=_numbers.__next__)
+    number: int = msgspec.field(default_factory=_numbers.__next__)
     """Tells branches apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """What `take` found: the branch that shares the longest history, its handle if it can be used, else why not."""
 
     generation: int = _UNOPENED
@@ -239,17 +236,17 @@ class MemoryLedger:
                 best = -1
             found = Taken(generation, turn, branch, None, None, shared[best], evicted, forked_from)
             if branch.held is None:
-                return dataclasses.replace(found, reason=branch.missing or Reason.NO_HANDLE)
+                return msgspec.structs.replace(found, reason=branch.missing or Reason.NO_HANDLE)
             unusable = Reason.EXPIRED if now >= branch.held.deadline else usable(branch.held)
             if unusable is None and not branch.held.shared and _is_anothers(shared[best], branch):
-                return dataclasses.replace(found, reason=Reason.DIVERGED)
+                return msgspec.structs.replace(found, reason=Reason.DIVERGED)
             if unusable is not None or not branch.held.shared:
-                branches[best] = dataclasses.replace(branch, held=None, missing=unusable or Reason.IN_USE)
+                branches[best] = msgspec.structs.replace(branch, held=None, missing=unusable or Reason.IN_USE)
             if unusable is not None:
-                return dataclasses.replace(found, reason=unusable, drop=evicted + self._free([branch.held]))
+                return msgspec.structs.replace(found, reason=unusable, drop=evicted + self._free([branch.held]))
             if branch.held.shared:
                 self._takers[branch.held.name] += 1
-            return dataclasses.replace(found, held=branch.held)
+            return msgspec.structs.replace(found, held=branch.held)
 
     def give_back(self, key: Key, taken: Taken) -> tuple[Held, ...]:
         """The turn is done with the handle and did not use it up. Returns it, to be released, when its branch is gone by now
@@ -296,7 +293,7 @@ class MemoryLedger:
             conversation.seen = now
             self._touch(key)
             if branch.held is not None and branch.held.name in self._left:  # dropped while the turn ran
-                branch = dataclasses.replace(branch, held=None, missing=Reason.NO_HANDLE)
+                branch = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE)
             replaced: list[Branch] = []
             index = self._index(conversation, taken.branch)
             if index is not None and taken.supersedes:
@@ -353,8 +350,8 @@ class MemoryLedger:
                 branches = self._conversations[key].branches
                 for index, branch in enumerate(branches):
                     if branch.held is not None and (deadline := deadlines.get(branch.held.name)) is not None:
-                        held = dataclasses.replace(branch.held, deadline=deadline)
-                        branches[index] = dataclasses.replace(branch, held=held)
+                        held = msgspec.structs.replace(branch.held, deadline=deadline)
+                        branches[index] = msgspec.structs.replace(branch, held=held)
                         self._watch(key, held)
 
     def sweep(self, now: float) -> tuple[Held, ...]:
@@ -397,7 +394,7 @@ class MemoryLedger:
         conversation = self._conversations.get(key)
         for index, branch in enumerate(conversation.branches if conversation else ()):
             if conversation is not None and branch.held is not None and condition(branch.held):
-                conversation.branches[index] = dataclasses.replace(branch, held=None, missing=reason)
+                conversation.branches[index] = msgspec.structs.replace(branch, held=None, missing=reason)
                 dropped.append(branch.held)
         return self._free(dropped)
 
@@ -483,7 +480,7 @@ class MemoryLedger:
         index = self._index(conversation, taken.branch)
         if index is None:
             return False
-        conversation.branches[index] = dataclasses.replace(conversation.branches[index], held=held, missing=missing)
+        conversation.branches[index] = msgspec.structs.replace(conversation.branches[index], held=held, missing=missing)
         return True
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from . import digests
 from .config import RouterConfig
@@ -11,8 +11,7 @@ from .ledger import Branch, Taken
 from .report import Proof, Reason, Route
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What is known of a turn's prompt when it is placed."""
 
     message_bytes: int
@@ -30,8 +29,7 @@ class Prompt:
         return self.tokens is not None and self.block_size > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """A route with its engines, and why."""
 
     route: Route
@@ -44,8 +42,7 @@ class Placement:
     """Leading blocks of the handle to read, when the turn is `warm`."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoEngine:
+class NoEngine(msgspec.Struct, frozen=True):
     """Every engine of a role is excluded."""
 
     role: Role
@@ -59,8 +56,7 @@ def reusable_blocks(prompt: Prompt, branch: Branch, held_tokens: int) -> int:
     return min(digests.common(prompt.blocks, branch.blocks), limit)
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(msgspec.Struct, frozen=True):
     """What P may read, or the reason why nothing."""
 
     reason: Reason | None = None

@@ -8,9 +8,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
+
+import msgspec
 
 from . import digests, engine_changes, salts, suspects, wire
 from .audit import AuditLine, compare
@@ -86,8 +87,7 @@ _SALTED = ("/v1/embeddings",)
 """Of those, what runs the model, and so fills and reads an engine's prefix cache."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """What a client sent, whatever HTTP library or server it came through."""
 
     method: str

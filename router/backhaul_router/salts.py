@@ -8,10 +8,9 @@ client can name another tenant's, since what it sends is only ever hashed with i
 
 from __future__ import annotations
 
-import dataclasses
 from hashlib import blake2b
 
-from msgspec import Raw
+from msgspec import Raw, structs
 
 from . import wire
 from .members import NULL, MalformedBody, Members, encode, join, split, value_of
@@ -35,7 +34,7 @@ def salted(facts: wire.Facts, tenant: str) -> wire.Facts:
     members = {**facts.members, _FIELD: Raw(encode(salt))}
     if facts.api.refers_to_answers:
         members.pop("request_id", None)
-    return dataclasses.replace(facts, members=members, cache_salt=salt)
+    return structs.replace(facts, members=members, cache_salt=salt)
 
 
 def salted_body(body: bytes, tenant: str) -> bytes:

@@ -22,7 +22,6 @@ Rules that can be seen here:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,8 +94,7 @@ class State(Protocol):
         """What remains to be done when the client leaves now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """Nothing more to do."""
 
 
@@ -182,7 +180,7 @@ class Turn:
         self.draft["on_record"] = self._on_record(taken)
         self._diverged_at(taken.diverged_at)
         if not self.config.reuse:
-            taken = dataclasses.replace(taken, reason=Reason.REUSE_OFF)
+            taken = msgspec.structs.replace(taken, reason=Reason.REUSE_OFF)
         state, actions = self._taken(taken, now)
         return state, (*self.release_held(*taken.drop), *actions)
 
@@ -288,7 +286,7 @@ class Turn:
         if self.spare is not None and self.fleet.is_down(self.spare.decode):
             self.failure = self.failure or Reason.DECODE_FAILED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
-        taken = self.taken if readable else dataclasses.replace(self.taken, held=None)
+        taken = self.taken if readable else msgspec.structs.replace(self.taken, held=None)
         placement = place(
             self.prompt,
             taken,
@@ -302,7 +300,7 @@ class Turn:
             leg = Leg.PREFILL if placement.role is Role.PREFILL else Leg.DECODE
             return self.refuse(None, 503, f"no {placement.role} engine is left to try", leg, now)
         if self.failure is not None:
-            placement = dataclasses.replace(placement, reason=self.failure)
+            placement = msgspec.structs.replace(placement, reason=self.failure)
         if placement.prefill is None:
             return self.decoding(placement, None), ()
         if placement.decode.connector is None:  # what is in its way is released while P computes
@@ -405,7 +403,7 @@ class Turn:
         if self.spare is None:
             return ()
         given = GiveBack(self.key, self.taken)
-        self.taken, self.spare = dataclasses.replace(self.taken, held=None), None
+        self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (given,)
 
     def sent(self) -> Held | None:
@@ -422,7 +420,7 @@ class Turn:
         if self.taken.held is None or (self.spare is not None and self.void is None):
             return self.give_back()
         lost = Lost(self.key, self.taken, self.void or self.failure or Reason.NO_HANDLE)
-        self.taken, self.spare = dataclasses.replace(self.taken, held=None), None
+        self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (lost,)
 
     def release(self, handle: wire.Handle | None, decode: Engine) -> Actions:
@@ -557,7 +555,7 @@ class Turn:
         if placement.route is not Route.LOCAL or self.token_ids is None or branch.block_size != self.prompt.block_size:
             return None
         shared = digests.common(self.prompt.blocks, branch.blocks) * branch.block_size
-        return dataclasses.replace(spare, tokens=min(spare.tokens, shared)) if shared else None
+        return msgspec.structs.replace(spare, tokens=min(spare.tokens, shared)) if shared else None
 
     def _held(
         self, handle: wire.Handle | None, decode: Engine, generated: tuple[int, ...] | None, now: float
@@ -726,8 +724,7 @@ class Turn:
 _PASSED_HEADERS = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "cache-control")
 
 
-@dataclass(frozen=True)
-class Taking:
+class Taking(msgspec.Struct, frozen=True):
     """The ledger is asked for the conversation's history."""
 
     turn: Turn
@@ -747,8 +744,7 @@ class Taking:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Rendering:
+class Rendering(msgspec.Struct, frozen=True):
     """An engine's own renderer turns the messages into token ids, so that they can be compared before anything runs."""
 
     turn: Turn
@@ -785,7 +781,7 @@ class Rendering:
             case Answered() | Failed():
                 if len(self.engines) > 1:
                     turn.retry()
-                    return dataclasses.replace(self, engines=self.engines[1:], since=now), ()
+                    return msgspec.structs.replace(self, engines=self.engines[1:], since=now), ()
                 turn.no_proof = True
                 return turn.placed(now)
             case Took() | Checked() | Opened() | Chunk() | Ended():
@@ -797,8 +793,7 @@ class Rendering:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Closing:
+class Closing(msgspec.Struct, frozen=True):
     """Where does the last answer end in the prompt? The renderer is asked for the history up to there."""
 
     turn: Turn
@@ -834,8 +829,7 @@ class Closing:
         return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Checking:
+class Checking(msgspec.Struct, frozen=True):
     """Nobody has read from this D by way of this P yet, and a P without bi-directional mode would hang."""
 
     turn: Turn
@@ -860,8 +854,7 @@ class Checking:
         return (*self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Prefilling:
+class Prefilling(msgspec.Struct, frozen=True):
     """P computes the prompt, reading what it may, and keeps the blocks for D."""
 
     turn: Turn
@@ -945,7 +938,7 @@ class Prefilling:
         reason = reason_of(account.why)
         if reason in VOID:
             self.turn.void = reason
-        return dataclasses.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
+        return msgspec.structs.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
 
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
         """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
@@ -981,7 +974,7 @@ class Prefilling:
             turn.draft["offered"] = 0
             if kind is not FailureKind.BROKEN:
                 turn.retry()
-                cold = dataclasses.replace(
+                cold = msgspec.structs.replace(
                     self.placement, route=Route.COLD, proof=None, blocks=0, reason=Reason.READ_FAILED
                 )
                 return Prefilling(turn, cold, self.engine, now), rest
@@ -991,7 +984,7 @@ class Prefilling:
             if self.warm:  # the other may not check handles, or not be able to read this one
                 state, actions = turn.placed(now)
                 return state, (*rest, *actions)
-            return Prefilling(turn, dataclasses.replace(self.placement, prefill=other), other, now), rest
+            return Prefilling(turn, msgspec.structs.replace(self.placement, prefill=other), other, now), rest
         status = 504 if kind is FailureKind.TIMEOUT else 502
         return turn.refuse(self.placement, status, message, Leg.PREFILL, now, rest, unread=kind is FailureKind.REFUSED)
 
@@ -1001,8 +994,7 @@ class Prefilling:
         return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Decoding:
+class Decoding(msgspec.Struct, frozen=True):
     """D is asked; its head has not come yet."""
 
     turn: Turn
@@ -1060,7 +1052,7 @@ class Decoding:
         if self.as_it_is:
             return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
         if kind is FailureKind.REFUSED and self.prefilled is not None:
-            return turn.decoding(dataclasses.replace(placement, decode=other), self.prefilled), self.not_admitted()
+            return turn.decoding(msgspec.structs.replace(placement, decode=other), self.prefilled), self.not_admitted()
         turn.failure = Reason.DECODE_FAILED
         state, actions = turn.placed(now)
         return state, (*self.release(), *actions)
@@ -1080,8 +1072,7 @@ class Decoding:
         return (*self.release(), *self.turn.unfinished(), report)
 
 
-@dataclass(frozen=True)
-class Collecting:
+class Collecting(msgspec.Struct, frozen=True):
     """D answers with a whole body."""
 
     before: Decoding
@@ -1096,7 +1087,7 @@ class Collecting:
     def next(self, event: Event, now: float) -> Step:
         match event:
             case Chunk(data):
-                return dataclasses.replace(self, parts=(*self.parts, data)), ()
+                return msgspec.structs.replace(self, parts=(*self.parts, data)), ()
             case Ended():
                 body = b"".join(self.parts)
                 return self._answer(body, now) if self.status == 200 else self._error(body, now)
@@ -1137,8 +1128,7 @@ class Collecting:
         return (*release, *turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
 
 
-@dataclass(frozen=True)
-class Relaying:
+class Relaying(msgspec.Struct, frozen=True):
     """D streams. Until its first event the client has seen nothing, and the turn can still be tried again."""
 
     before: Decoding
@@ -1183,7 +1173,7 @@ class Relaying:
         if passed:
             actions += (Send(passed),)
         if not stream.finished:
-            return (self if self.started else dataclasses.replace(self, started=True)), actions
+            return (self if self.started else msgspec.structs.replace(self, started=True)), actions
         last = Send(stream.last)
         if stream.error is not None:
             ended = (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -117,8 +116,7 @@ def api_of(path: str) -> Api:
     return (Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES) else Endpoint.CHAT).api
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(msgspec.Struct, frozen=True):
     """What the router needs to know of one request. Everything else stays in `members`, unread."""
 
     endpoint: Endpoint
@@ -373,8 +371,7 @@ def release_body(handle: bytes) -> bytes:
 _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(msgspec.Struct, frozen=True):
     """An engine's `kv_transfer_params`: where one request's blocks lie. Unknown fields are carried verbatim."""
 
     params: bytes
@@ -421,8 +418,7 @@ _decode_groups = msgspec.json.Decoder(list[list[int]]).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
 
 
-@dataclass(frozen=True, slots=True)
-class Params:
+class Params(msgspec.Struct, frozen=True):
     """An engine's `kv_transfer_params`, read."""
 
     handle: Handle | None = None
@@ -504,8 +500,7 @@ def read_usage(raw: Raw | bytes | None) -> Usage | None:
 read_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """A whole answer of an engine, read."""
 
     members: Members

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import msgspec
 import pytest
 from backhaul_router import digests
 from backhaul_router.ledger import Branch, Held, Key, MemoryLedger, Taken
@@ -106,7 +107,7 @@ def test_the_branch_with_the_longest_common_history_is_found() -> None:
     for number, messages in enumerate(agents):
         first = ledger.take(KEY, digests.chain(messages), 0.0, usable)
         ledger.give_back(KEY, first)
-        fresh = dataclasses.replace(first, branch=None, held=None)
+        fresh = msgspec.structs.replace(first, branch=None, held=None)
         ledger.settle(KEY, fresh, branch(messages, held=held(str(number))), 0.0)
     taken = take(ledger, b"y", b"1", b"more")
     assert taken.held is not None
@@ -115,7 +116,7 @@ def test_the_branch_with_the_longest_common_history_is_found() -> None:
 
 def test_of_equal_histories_the_one_with_a_handle_is_found() -> None:
     ledger = MemoryLedger()
-    fresh = dataclasses.replace(take(ledger, b"a"), branch=None)
+    fresh = msgspec.structs.replace(take(ledger, b"a"), branch=None)
     for handle in (held("1"), None):
         ledger.settle(KEY, fresh, branch((b"a",), held=handle), 0.0)
     assert names(tuple(filter(None, [take(ledger, b"a").held]))) == ["1"]
@@ -744,4 +745,4 @@ TestSharedInterleaving.settings = settings(max_examples=200, stateful_step_count
 
 def test_a_branch_keeps_its_number_when_its_handle_changes() -> None:
     one: Branch = branch(held=held("1"))
-    assert dataclasses.replace(one, held=None).number == one.number != branch().number
+    assert msgspec.structs.replace(one, held=None).number == one.number != branch().number

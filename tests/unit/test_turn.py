@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from backhaul_router import digests
 from backhaul_router.effects import (
@@ -237,7 +237,7 @@ def test_another_agents_handle_goes_back() -> None:
 
 def test_what_the_ledger_dropped_is_released() -> None:
     dropped = (Held(handle("x"), D1, 0.0, 1), Held(handle("y"), D2, 0.0, 1))
-    drive = Drive(dataclasses.replace(FIRST, drop=dropped))
+    drive = Drive(msgspec.structs.replace(FIRST, drop=dropped))
     assert drive.released == [("x", P1), ("y", P1)]
 
 
@@ -313,8 +313,11 @@ def test_another_engine_renders_where_the_first_cannot() -> None:
     assert (drive.report.route, drive.report.retries) == (Route.WARM, 1)
 
 
-def test_a_body_that_broke_a_renderer_is_sent_to_nobody_else() -> None:
+def test_a_body_that_broke_two_renderers_is_sent_to_nobody_else() -> None:
     drive = Drive(on=fleet(P1, P2, D1, D2))
+    first = drive.asked(Leg.RENDER).engine.url
+    drive.feed(Failed(BROKEN, "gone"))
+    assert drive.asked(Leg.RENDER).engine.url != first
     drive.feed(Failed(BROKEN, "gone"))
     assert drive.state == Done()
     assert (drive.one(Respond).status, drive.error["code"]) == (502, "render_failed")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable
 
+import msgspec
 from backhaul_router.effects import (
     Answered,
     Call,
@@ -80,7 +80,7 @@ class Journey:
         renders = self.draw(st.booleans())
         taken = self.draw(st.sampled_from([FIRST, history(), history(range(128)), history(common=False)]))
         if self.draw(st.booleans()):
-            taken = dataclasses.replace(taken, drop=(Held(handle("dropped"), D1, 0.0, 1),))
+            taken = msgspec.structs.replace(taken, drop=(Held(handle("dropped"), D1, 0.0, 1),))
             self.owed["dropped"] = "d"
         if taken.held is not None:
             self.owed[OLD] = "d"
@@ -310,8 +310,8 @@ class ConnectorJourney(Journey):
         ]
         if taken.held is not None and taken.branch is not None:
             left = leased(OLD)
-            on_file = dataclasses.replace(taken.branch, held=left)
-            taken = dataclasses.replace(taken, branch=on_file, held=left)
+            on_file = msgspec.structs.replace(taken.branch, held=left)
+            taken = msgspec.structs.replace(taken, branch=on_file, held=left)
         self.taken = taken if identity is not None else Taken()
         on = Fleet(engines)
         on.release_later(Holder(D1), ["due"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from backhaul_router.effects import (
     Action,
@@ -76,8 +76,8 @@ def warm(left: Held | None = None, **fields: Any) -> Taken:
     taken = history()
     left = left or leased(OLD, tokens=128)
     assert taken.branch is not None
-    on_file = dataclasses.replace(taken.branch, held=left, blocks=b"", spans=b"")
-    return dataclasses.replace(taken, branch=on_file, held=left, **fields)
+    on_file = msgspec.structs.replace(taken.branch, held=left, blocks=b"", spans=b"")
+    return msgspec.structs.replace(taken, branch=on_file, held=left, **fields)
 
 
 def accounted(name: str = "p-1", **fields: Any) -> Answered:
@@ -212,7 +212,7 @@ def test_adapters_and_images_are_read_too(body: dict[str, Any]) -> None:
 
 def test_a_handle_of_several_kv_cache_groups_is_read_too() -> None:
     groups = leased(OLD)
-    turn = drive(warm(dataclasses.replace(groups, handle=dataclasses.replace(groups.handle, groups=2))))
+    turn = drive(warm(msgspec.structs.replace(groups, handle=msgspec.structs.replace(groups.handle, groups=2))))
     assert turn.body["kv_transfer_params"]["remote_request_id"] == OLD
 
 

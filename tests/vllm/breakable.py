@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from backhaul_connector.launch import Engine, EngineCommand
 from backhaul_router.config import RouterConfig
 from backhaul_router.engine_client import EngineAnswer, EngineCall
@@ -104,7 +105,7 @@ class Catching(HttpClient):
         async def rewritten(call: EngineCall) -> EngineCall:
             body = json.loads(call.body or b"{}")
             change(body["kv_transfer_params"])
-            return replace(call, body=json.dumps(body).encode())
+            return msgspec.structs.replace(call, body=json.dumps(body).encode())
 
         self.catch(engine, rewritten)
 

@@ -153,6 +153,13 @@ async def metrics(url: str) -> Metrics:
     return Metrics(answer.text)
 
 
+def assert_none_is_left(pids: list[int], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
 async def kv_usage(url: str) -> float:
     """The share of an engine's KV blocks that are in use, pinned ones included: 0 to 1."""
     return (await metrics(url))["vllm:kv_cache_usage_perc"]

@@ -17,7 +17,7 @@ from backhaul_router.fleet import Engine
 from backhaul_router.report import Reason, Route
 from breakable import Run, processes, run, runs, taking, until
 from by_hand import fresh
-from real_engines import EngineSet, EngineSets, restart
+from real_engines import EngineSet, EngineSets, assert_none_is_left, kv_usage, restart
 
 
 @pytest.fixture
@@ -53,9 +53,12 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
         turn = asyncio.create_task(talk.say(prompt))
         await there.wait()
         await asyncio.sleep(0.2)
+        family = victim.pids()
         with taking(15.0):
             await asyncio.to_thread(victim.kill)
             answer = await turn
+        assert_none_is_left(family, within_s=0)
+        assert not victim.healthy
         assert (answer.report.route, answer.report.reason, answer.report.retries) == (Route.COLD, Reason.READ_FAILED, 1)
         assert answer.report.prefill_engine != used
         prompt = [*prompt, *answer.token_ids, *range(150, 190)]
@@ -70,6 +73,7 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
             assert (await talk.say(fresh(300))).report.retries == 0, "it was tried again though it is known to be dead"
 
         await asyncio.to_thread(restart, two_prefill, victim)
+        assert await kv_usage(victim.url) == 0
         since = time.monotonic()
 
         async def closed() -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from backhaul_connector.launch import Engine
 from backhaul_connector.supervise import descendants
-from real_engines import PYTHON, EngineSet, EngineSets, kv_usage, post, restart
+from real_engines import PYTHON, EngineSet, EngineSets, assert_none_is_left
 
 
 @contextmanager
@@ -50,13 +50,6 @@ def servers(launcher: subprocess.Popen[bytes]) -> list[int]:
         if b"vllm.entrypoints.openai.api_server" in words and not any(b"supervise.py" in word for word in words):
             found.append(pid)
     return found
-
-
-def assert_none_is_left(pids: list[int], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
 
 
 def test_a_launcher_that_is_killed_leaves_no_process(engine_sets: EngineSets, tmp_path: Path) -> None:
@@ -147,17 +140,3 @@ def test_only_a_workers_main_thread_uses_its_core(engines: EngineSet) -> None:
     before = [other_threads_s(worker) for worker in workers]
     time.sleep(2.0)
     assert max(other_threads_s(worker) - start for worker, start in zip(workers, before, strict=True)) < 0.3
-
-
-async def test_an_engine_that_was_killed_serves_again_after_a_restart(engines: EngineSet) -> None:
-    body = {"model": engines.model, "prompt": "once more", "max_tokens": 4, "temperature": 0}
-    (d,) = engines.running.decode
-    before = await post(d.url, "/v1/completions", body)
-    family = d.pids()
-    d.kill()
-    assert_none_is_left(family, within_s=0)
-    assert not d.healthy
-    restart(engines, d)
-    after = await post(d.url, "/v1/completions", body)
-    assert after["choices"][0]["text"] == before["choices"][0]["text"]
-    assert await kv_usage(d.url) == 0
