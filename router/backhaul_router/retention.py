@@ -27,8 +27,9 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from .ledger import Branch, Held, Key, Taken
 
@@ -64,8 +65,7 @@ class Cause(enum.StrEnum):
     """A turn needed the blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Victim:
+class Victim(msgspec.Struct, frozen=True):
     """Given up. It is out of the accounts, and still to be dropped from the ledger and released."""
 
     key: Key

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from backhaul_router import digests
 from backhaul_router.fleet import kv_tokens_of
@@ -430,10 +430,10 @@ def test_the_order_does_not_grow_with_the_turns() -> None:
     retention = Retention(budget=100 * SIZE)
     left, filed = held("x"), branch()
     for number in range(5_000):
-        handle = dataclasses.replace(left.handle, request_id=str(number % 300))
-        of_this = dataclasses.replace(left, handle=handle)
+        handle = msgspec.structs.replace(left.handle, request_id=str(number % 300))
+        of_this = msgspec.structs.replace(left, handle=handle)
         key = Key("", "m", "", str(number % 300))
-        retention.settled(key, Taken(1, 1), dataclasses.replace(filed, held=of_this), (), number / 100)
+        retention.settled(key, Taken(1, 1), msgspec.structs.replace(filed, held=of_this), (), number / 100)
         retention.take_due()
     assert len(retention) == 100
     assert max(len(retention._decodes[D1].order), len(retention._deadlines)) <= 2 * 100 + 64
