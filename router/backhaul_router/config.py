@@ -65,6 +65,8 @@ class RouterConfig:
     """A conversation that was silent for this long is forgotten."""
     api_key: str | None = None
     """Sent to the engines as a bearer token; never taken from the client's request."""
+    engine_ca_file: str | None = None
+    """PEM file with the certificates of the authorities that engines behind `https` are trusted by, in place of the system's."""
 
     def __post_init__(self) -> None:
         for field in ("prefill", "decode"):

@@ -144,8 +144,7 @@ class Retention:
 
     def __init__(self, budget: int | None = None, one_shot_s: float = 60.0) -> None:
         """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
-        self._given_budget = budget
-        self._patience_s = tuple(one_shot_s * 2**doublings for doublings in range(_DOUBLINGS + 1))
+        self.configure(budget, one_shot_s)
         self._decodes: dict[str, _Decode] = {}
         self._kept: dict[Name, _Kept] = {}
         self._deadlines: list[tuple[float, int, _Kept]] = []
@@ -156,6 +155,11 @@ class Retention:
         self._looked = -math.inf
         self._released: Counter[Cause] = Counter()
         self._lock = threading.Lock()
+
+    def configure(self, budget: int | None, one_shot_s: float) -> None:
+        """What counts from the next turn on."""
+        self._given_budget = budget
+        self._patience_s = tuple(one_shot_s * 2**doublings for doublings in range(_DOUBLINGS + 1))
 
     def __repr__(self) -> str:
         kept = ", ".join(f"{url}: {self.retained(url):,}" for url in sorted(self._decodes))

@@ -123,6 +123,8 @@ class Turn:
     tenant: str = ""
     chain: bytes = b""
     """Digests of the history's messages; made here where they are not given."""
+    flushes: int = 0
+    """The ledger's count when the turn began."""
     taken: Taken = field(default_factory=Taken)
     spare: Held | None = None
     """The handle taken, as long as no engine has been sent it; a shared one until the turn's end."""
@@ -171,7 +173,7 @@ class Turn:
         if self.identity is None:
             return self._taken(Taken(reason=Reason.NO_CONVERSATION), now)
         if self.identity.new:
-            return self.took(Taken(reason=Reason.FIRST_TURN), now)
+            return self.took(Taken(reason=Reason.FIRST_TURN, flushes=self.flushes), now)
         return Taking(self), ()
 
     def took(self, taken: Taken, now: float) -> Step:

@@ -39,6 +39,7 @@ class RouterSettings(TypedDict, total=False):
     one_shot_s: float
     decode_timeout_s: float
     connect_timeout_s: float
+    engine_ca_file: str | None
     max_body_bytes: int
     max_conversations: int
     max_conversations_per_tenant: int

@@ -290,6 +290,15 @@ def test_without_a_budget_and_an_engine_that_says_its_size_everything_is_kept() 
     assert (given_up(retention), retention.budget(D1), retention.free(D1)) == ([], None, None)
 
 
+def test_a_budget_that_changes_counts_from_the_next_turn_on() -> None:
+    retention = of_three()
+    for now, name in enumerate("abc"):
+        kept(retention, name, now=float(now))
+    retention.configure(2 * SIZE, 60.0)
+    kept(retention, "d", now=3.0)
+    assert given_up(retention) == ["a", "b"]
+
+
 def test_half_of_what_an_engine_has_is_the_budget() -> None:
     retention = Retention()
     retention.know(D1, 4 * SIZE, BLOCK)
