@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import ClassVar, Final
 
@@ -108,7 +109,7 @@ class Chat(Api):
             contents = [_decode_message(message) for message in messages if b"[" in message]
         except (msgspec.DecodeError, RecursionError):
             return History(odd="messages")
-        if not messages or not all(message.startswith(b"{") for message in messages):
+        if {message[:1] for message in messages} != {b"{"}:
             return History(odd="messages")
         return History(messages, messages, unproven=_media(contents))
 
@@ -137,8 +138,12 @@ class Chat(Api):
     def hide_ids(self, members: Members) -> None:
         if "prompt_token_ids" in members:
             members["prompt_token_ids"] = NULL
-        if "choices" in members:
+        if "choices" in members and _SHOWS_IDS.search(members["choices"]):
             members["choices"] = Raw(encode([_without_ids(choice) for choice in decode_list(members["choices"])]))
+
+
+_SHOWS_IDS: Final = re.compile(rb'token_ids"\s*:\s*[^\sn]')
+"""Of choices some have ids. A quote inside a text is escaped, so that a text does not match."""
 
 
 def _without_ids(choice: Raw) -> Members:

@@ -278,6 +278,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_bench_exact(kinds)
     _add_bench_retokenise(kinds)
     _add_bench_exact_histories(kinds)
+    _add_bench_scale(kinds)
+    _add_bench_peers(kinds)
     _add_bench_digests(kinds)
     _add_bench_retention(kinds)
     _add_bench_idle(kinds)
@@ -376,6 +378,66 @@ def _bench_client(args: argparse.Namespace) -> int:
     if min(options.messages) < 1:
         raise CommandError("--messages: 1 or more")
     return client.main(options)
+
+
+def _add_bench_scale(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "scale",
+        help="what a turn's decisions and a conversation's memory cost, from a thousand to a million conversations "
+        "(no engines needed)",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--conversations", type=_numbers, metavar="N,N,...", help="(default: 1000,10000,100000,1000000)"
+    )
+    parser.add_argument(
+        "--tokens", type=_count, default=1_024, metavar="N", help="of each history (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--turns", type=_count, default=400, metavar="N", help="measured at each step (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_scale)
+
+
+def _bench_scale(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import scale
+    if args.conversations is not None and min(args.conversations) < 1:
+        raise CommandError("--conversations: 1 or more")
+    if args.tokens < 1_024:
+        raise CommandError(f"--tokens {args.tokens}: 1024 or more, so that a handle is worth reading")
+    steps = {} if args.conversations is None else {"conversations": args.conversations}
+    return scale.main(scale.Options(**steps, tokens=args.tokens, turns=args.turns, json=args.json))
+
+
+def _add_bench_peers(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "peers", help="backhaul serve beside vllm-router, over the same loopback engines", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--vllm-router", type=Path, required=True, metavar="PATH", help="the program, such as .../bin/vllm-router"
+    )
+    parser.add_argument("--body-bytes", type=_numbers, metavar="N,N,...", help="(default: 2000,200000)")
+    parser.add_argument("--concurrency", type=_numbers, metavar="N,N,...", help="requests at a time (default: 1,32)")
+    parser.add_argument(
+        "--turns", type=_count, metavar="N", help="for each figure; large bodies get a quarter (default: 200)"
+    )
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_peers)
+
+
+def _bench_peers(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import peers
+    given = {name: getattr(args, name) for name in ("vllm_router", "body_bytes", "concurrency", "turns", "json")}
+    options = peers.Options(**{name: value for name, value in given.items() if value is not None})
+    if min(options.concurrency) < 1 or min(options.body_bytes) < 2_000:
+        raise CommandError("--concurrency: 1 or more; --body-bytes: 2000 or more")
+    try:
+        return peers.main(options)
+    except (peers.PeerError, OSError) as error:
+        raise CommandError(str(error)) from error
 
 
 def _add_bench_digests(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

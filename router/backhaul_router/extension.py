@@ -60,7 +60,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing was read: P's word in the wire's list, which `reason_of` translates."""
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class Lease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """D's promise to keep a handle's blocks."""
 
     ttl_s: float

@@ -17,6 +17,11 @@ __all__ = ["FIELDS", "HEADERS", "MAX_ID_BYTES", "PARENT_HEADER", "Identity", "Id
 HEADERS = ("x-conversation-id", "x-session-id")
 PARENT_HEADER = "x-backhaul-parent"
 FIELDS = ("conversation_id", "session_id")
+_EXPLICIT: Final = (
+    *((f"header:{name}", name, False) for name in HEADERS),
+    *((f"body:{name}", name, True) for name in FIELDS),
+)
+"""Where an id can be named, by what name, and whether that is in the body."""
 _SESSIONS_PARENT: Final = "x-parent-session-id"
 """Sent by OpenCode beside `x-session-id`."""
 
@@ -62,10 +67,9 @@ def identify(
 
 
 def _explicit(headers: Mapping[str, str], fields: Mapping[str, object]) -> Identity | None:
-    explicit: list[tuple[str, str, object]] = [(f"header:{name}", name, headers.get(name)) for name in HEADERS]
-    explicit += [(f"body:{name}", name, fields.get(name)) for name in FIELDS]
     found: Identity | None = None
-    for source, name, value in explicit:
+    for source, name, in_body in _EXPLICIT:
+        value = fields.get(name) if in_body else headers.get(name)
         if value is None or value == "":
             continue
         identity = Identity(_checked(value, source, name), source)

@@ -70,6 +70,7 @@ class Leases:
         self._fleet = fleet
         self._spawn = spawn
         self.closed = False
+        self._waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, set[Holder]] = WeakKeyDictionary()
         self._at_once: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     # --- handles that nobody needs any more
@@ -82,9 +83,21 @@ class Leases:
     def end_soon(self, holder: Holder, *, ride: bool = True) -> None:
         """Sends what is due there, unless a request takes it along."""
         if ride and holder.rank is None:
-            asyncio.get_running_loop().call_later(_RIDE_S, self._end_due, holder)
+            self._end_soon(holder)
         else:
             self._end_due(holder)
+
+    def _end_soon(self, holder: Holder) -> None:
+        """One timer for all that is due there by then: a turn leaves a lease each time, and a timer costs more than the rest."""
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting.setdefault(loop, set())
+        if holder not in waiting:
+            waiting.add(holder)
+            loop.call_later(_RIDE_S, self._end_waiting, waiting, holder)
+
+    def _end_waiting(self, waiting: set[Holder], holder: Holder) -> None:
+        waiting.discard(holder)
+        self._end_due(holder)
 
     async def end_now(self, dropped: Iterable[Held]) -> None:
         """Returns when everything is released, or has failed to."""

@@ -51,7 +51,7 @@ class Key(NamedTuple):
     conversation: str
 
 
-class Held(msgspec.Struct, frozen=True):
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A handle in the ledger, with what the router knows of it."""
 
     handle: Handle
@@ -78,7 +78,7 @@ class Held(msgspec.Struct, frozen=True):
         return self.decode, self.handle.request_id
 
 
-class Branch(msgspec.Struct, frozen=True):
+class Branch(msgspec.Struct, frozen=True, gc=False):
     """One history of a conversation, as its last turn left it."""
 
     chain: bytes
@@ -150,13 +150,15 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class _Conversation:
-    __slots__ = ("branches", "generation", "seen", "turns")
+    __slots__ = ("branches", "generation", "seen", "turns", "watched")
 
     def __init__(self, generation: int) -> None:
         self.branches: list[Branch] = []
         self.generation = generation
         self.seen = 0.0
         self.turns = 0
+        self.watched: float | None = None
+        """The deadline under which the sweep looks at it next."""
 
 
 class MemoryLedger:
@@ -178,8 +180,10 @@ class MemoryLedger:
         self._ages = Ages()
         most = min(max_conversations, max_conversations_per_tenant)
         self._histories = Histories(max(1, max_conversations // 2), max(1, most // 2))
-        self._keys: dict[tuple[str, str], set[Key]] = {}
-        self._deadlines: list[tuple[float, Key, str]] = []
+        self._keys: dict[str, dict[str, Key | tuple[Key, ...]]] = {}
+        """By tenant and conversation; most have one."""
+        self._deadlines: list[tuple[float, Key]] = []
+        """One of each conversation with handles, none later than the first of theirs; others are left over."""
         self._generations = itertools.count(1)
         self._takers: Counter[tuple[str, str]] = Counter()
         self._left: dict[tuple[str, str], Held] = {}
@@ -310,7 +314,7 @@ class MemoryLedger:
             index = self._index(conversation, taken.branch)
             if index is not None and taken.supersedes:
                 replaced.append(conversation.branches.pop(index))
-            conversation.branches.append(branch)
+            conversation.branches = [*conversation.branches, branch]  # a list that grows takes room for three more
             if branch.held is not None:
                 self._watch(key, branch.held)
             if len(conversation.branches) > self._max_branches:
@@ -329,13 +333,13 @@ class MemoryLedger:
         """Ends a conversation, under every model and salt. Returns the handles to release; a turn that is still running
         finds its conversation gone when it settles, and releases what it leaves."""
         with self._lock:
-            keys = tuple(self._keys.get((tenant, conversation), ()))
+            keys = tuple(self._keys_of(conversation, tenant))
             return tuple(held for key in keys for held in self._close(key))
 
     def held_for(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
         """A conversation's handles, under every model and salt."""
         with self._lock:
-            keys = self._keys.get((tenant, conversation), ())
+            keys = self._keys_of(conversation, tenant)
             return tuple(held for key in keys for held in _handles(self._conversations[key].branches))
 
     def drop_for(
@@ -343,7 +347,7 @@ class MemoryLedger:
     ) -> tuple[Held, ...]:
         """Drops handles of a conversation, whose histories stay. Returns the handles to release."""
         with self._lock:
-            keys = self._keys.get((tenant, conversation), ())
+            keys = self._keys_of(conversation, tenant)
             return tuple(held for key in keys for held in self._drop(key, condition, reason))
 
     def renewed(
@@ -355,7 +359,7 @@ class MemoryLedger:
     ) -> None:
         """Notes new deadlines, by `Held.name`. With `now` the conversation does not count as silent: it is still wanted."""
         with self._lock:
-            for key in self._keys.get((tenant, conversation), ()):
+            for key in self._keys_of(conversation, tenant):
                 if now is not None:
                     self._conversations[key].seen = now
                     self._touch(key)
@@ -376,13 +380,15 @@ class MemoryLedger:
                     break
                 drop += self._close(key)
             while self._deadlines and self._deadlines[0][0] <= now:
-                _, key, request_id = heapq.heappop(self._deadlines)
-                drop += self._drop(
-                    key,
-                    lambda held: held.handle.request_id == request_id and held.deadline <= now,  # noqa: B023
-                    Reason.EXPIRED,
-                )
+                deadline, key = heapq.heappop(self._deadlines)
+                conversation = self._conversations.get(key)
+                if conversation is None or conversation.watched != deadline:
+                    continue
+                conversation.watched = None
+                drop += self._drop(key, lambda held: held.deadline <= now, Reason.EXPIRED)
                 drop += self._close_if_one_shot(key)
+                for held in _handles(conversation.branches):
+                    self._watch(key, held)
         return drop
 
     def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
@@ -439,20 +445,28 @@ class MemoryLedger:
         return () if left is None else (left,)
 
     def _watch(self, key: Key, held: Held) -> None:
-        heapq.heappush(self._deadlines, (held.deadline, key, held.handle.request_id))
+        conversation = self._conversations[key]
+        if conversation.watched is None or held.deadline < conversation.watched:
+            conversation.watched = held.deadline
+            heapq.heappush(self._deadlines, (held.deadline, key))
 
     def _open(self, key: Key, now: float) -> tuple[_Conversation, tuple[Held, ...]]:
         conversation = self._conversations.get(key)
         evicted: tuple[Held, ...] = ()
         if conversation is None:
             conversation = self._conversations[key] = _Conversation(next(self._generations))
-            self._keys.setdefault((key.tenant, key.conversation), set()).add(key)
+            others = self._keys_of(key.conversation, key.tenant)
+            self._keys.setdefault(key.tenant, {})[key.conversation] = (*others, key) if others else key
             self._ages.touch(key)
             if (full := self._makes_room(key.tenant)) is not None:
                 evicted = self._close(self._ages.oldest(full))
         self._touch(key)
         conversation.seen = now
         return conversation, evicted
+
+    def _keys_of(self, conversation: str, tenant: str) -> tuple[Key, ...]:
+        found = self._keys.get(tenant, {}).get(conversation, ())
+        return (found,) if isinstance(found, Key) else found
 
     def _makes_room(self, tenant: str, more: int = 0) -> str | None:
         """The tenant that has too many conversations once there are so many more of `tenant`'s."""
@@ -467,10 +481,14 @@ class MemoryLedger:
         self._ages.touch(key)
 
     def _close(self, key: Key) -> tuple[Held, ...]:
-        name = (key.tenant, key.conversation)
-        self._keys[name].discard(key)
-        if not self._keys[name]:
-            del self._keys[name]
+        by_conversation = self._keys[key.tenant]
+        rest = tuple(other for other in self._keys_of(key.conversation, key.tenant) if other != key)
+        if rest:
+            by_conversation[key.conversation] = rest
+        else:
+            del by_conversation[key.conversation]
+        if not by_conversation:
+            del self._keys[key.tenant]
         self._histories.drop(key)
         self._ages.drop(key)
         return self._free(_handles(self._conversations.pop(key).branches))

@@ -59,12 +59,14 @@ def read_members(body: bytes) -> Members:
 
     Raises `MalformedBody`, also for text that is not UTF-8: Python's decoder, which reads the body after us, takes some of it.
     """
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise MalformedBody(f"the body is not a JSON object: it is not UTF-8 at byte {error.start}") from None
-    members = split(body)
-    kept = {key: value for key, value in members.items() if key not in FORBIDDEN}
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            raise MalformedBody(f"the body is not a JSON object: it is not UTF-8 at byte {error.start}") from None
+    kept = split(body)
+    for key in FORBIDDEN:
+        kept.pop(key, None)
     if "vllm_xargs" in kept:
         try:
             inner = decode_members(kept["vllm_xargs"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import random
 import time
 import uuid
 from collections import deque
@@ -56,6 +58,7 @@ from .kept_kv import look
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key, MemoryLedger
+from .load_polling import LoadPolling
 from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe
@@ -158,9 +161,13 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         on_report: Callable[[ReuseReport], None] | None = None,
         tracing: Tracing | None = None,
+        seed: int | None = None,
     ) -> None:
+        """A router draws lots between engines that are equal, lest all routers begin with the same one; `seed` fixes how they
+        fall, and with 0 the first one is taken."""
         self.config = config
         self.tracing = tracing
+        self._seed = random.randrange(1, 2**32) if seed is None else seed
         self.client: EngineClient = client or HttpClient(
             connect_timeout_s=config.connect_timeout_s, api_key=config.api_key, ca_file=config.engine_ca_file
         )
@@ -179,6 +186,7 @@ class Router:
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
         self._pairs: PairChecks | None = None
+        self._polling: LoadPolling | None = None
         self._prober: Prober | None = None
         self.engine_urls = [url.encode() for url in (*config.prefill, *config.decode)]
         """Of every engine that is or was there; errors for clients elsewhere must not show them."""
@@ -224,7 +232,8 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found, self.retention)
+            self._fleet = Fleet(found, self._seed, self.retention)
+            self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
             self._prober = Prober(self.client, self._fleet, self._leases.release, lambda drop: self.perform(drop, None))
@@ -347,6 +356,8 @@ class Router:
             self._spawn(self._look_at(looked_at))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
+        if self._polling is not None and self._polling.due(now):
+            self._spawn(self._polling.poll(now))
         if self.fleet.breaker.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
@@ -406,7 +417,7 @@ class Router:
         wanted = ((name, headers[name]) for name in (*_FORWARDED_HEADERS, "x-request-id") if name in headers)
         out = {name: value for name, value in wanted if value.isascii() and value.isprintable()}
         request_id = out.get("x-request-id", "")
-        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else uuid.uuid4().hex
+        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
         if conversation and conversation.isascii():
             out["x-session-id"] = conversation
         return out
@@ -440,6 +451,7 @@ class Router:
 
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
+        self._no_longer_load(conversation, tenant)
         await self._end_now(self.ledger.forget(conversation, tenant))
 
     def renewable(self, conversation: str, tenant: str = "") -> bool:
@@ -459,7 +471,12 @@ class Router:
 
     def forget(self, conversation: str, tenant: str = "") -> None:
         """As `end_conversation`, which releases in the background."""
+        self._no_longer_load(conversation, tenant)
         self._end(self.ledger.forget(conversation, tenant))
+
+    def _no_longer_load(self, conversation: str, tenant: str) -> None:
+        if self._fleet is not None:
+            self._fleet.end_conversation(conversation, tenant)
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
@@ -790,7 +807,8 @@ class _Run:
                 return Checked()
             case Call(leg, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s)
-                self._router.fleet.begin(engine)
+                tokens = self._turn.computes if leg is Leg.PREFILL else 0
+                self._router.fleet.begin(engine, tokens)
                 try:
                     answer = await self._router.client.call(call)
                 except EngineFailure as failure:
@@ -798,7 +816,7 @@ class _Run:
                     self._note(engine, leg, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
-                    self._router.fleet.end(engine)
+                    self._router.fleet.end(engine, tokens)
                 self._spans.answered(answer.status)
                 self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)

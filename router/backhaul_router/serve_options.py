@@ -48,6 +48,8 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "lease_margin_s": ("SECONDS", "a handle is not used in the last seconds before its lease ends"),
     "kv_recompute_threshold": ("TOKENS", "fewer reusable tokens than these are computed rather than read"),
     "local_max_tokens": ("TOKENS", "an uncached suffix of at most this length runs on the decode engine alone"),
+    "place_by_cost": ("", "choose routes by the thresholds alone, whatever was measured"),
+    "load_interval_s": ("SECONDS", "how often engines are asked for their load, where a role has several; 0 never"),
     "prefill_timeout_s": ("SECONDS", "limit of a prefill"),
     "check_pairs": (
         "",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -169,7 +170,8 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
             known[key] = value
         else:
             alone = alone or key
-    alone = alone or next((key for key in members if key in api.alone and is_set(members[key])), None)
+    if alone is None and not api.alone.isdisjoint(members):
+        alone = next((key for key in members if key in api.alone and is_set(members[key])), None)
     for key in api.positive:
         if (number := known.get(key)) is not None and number < 1:
             alone = alone or key
@@ -179,7 +181,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         endpoint=endpoint,
         members=members,
         ids=ids,
-        model=known.get("model") or "",
+        model=_shared(model) if len(model := known.get("model") or "") <= _SHARED_CHARS else model,
         stream=bool(known.get("stream")),
         # The engine takes 1 and "true" for true as well, and says so where it takes a value for neither.
         wants_usage=api.reports_usage or options.get("include_usage") not in (None, False),
@@ -196,9 +198,10 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
 
 def _ids(members: Members) -> dict[str, object]:
     ids: dict[str, object] = {key: value_of(members[key]) for key in _IDS if key in members}
-    metadata = value_of(members.get("metadata", NULL))
-    if isinstance(metadata, dict) and "user_id" in metadata:
-        ids[_USER] = metadata["user_id"]
+    if "metadata" in members:
+        metadata = value_of(members["metadata"])
+        if isinstance(metadata, dict) and "user_id" in metadata:
+            ids[_USER] = metadata["user_id"]
     return ids
 
 
@@ -369,9 +372,10 @@ def release_body(handle: bytes) -> bytes:
 # --- handles -------------------------------------------------------------------------------------------------------------
 
 _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_REQUIRED_KEYS: Final = frozenset(_REQUIRED)
 
 
-class Handle(msgspec.Struct, frozen=True):
+class Handle(msgspec.Struct, frozen=True, gc=False):
     """An engine's `kv_transfer_params`: where one request's blocks lie. Unknown fields are carried verbatim."""
 
     params: bytes
@@ -396,9 +400,22 @@ class Handle(msgspec.Struct, frozen=True):
     """D's: it cannot be cut, since a sliding window has left blocks behind. Only a P of ours can tell what it is good for."""
 
 
+_T = TypeVar("_T", bound=Hashable)
+_SHARED_CHARS: Final = 256
+
+
+@lru_cache(maxsize=256)
+def _shared(value: _T) -> _T:
+    """The same value as ever: what all conversations have in common is kept once."""
+    return value
+
+
+_RANK: Final = re.compile(r"_dp\d+$")
+
+
 def process_of(engine_id: str) -> str:
     """What an engine's restart changes: the id without the data-parallel rank (vLLM's v1/engine/core.py)."""
-    return re.sub(r"_dp\d+$", "", engine_id)
+    return _RANK.sub("", engine_id) if "_dp" in engine_id else engine_id
 
 
 class _Params(msgspec.Struct):
@@ -436,7 +453,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
     members = decode_members(raw)
     said = extension.read(members.pop(EXTENSION, None))
     nothing = Params(None, said.token_ids, said.account)
-    if not all(key in members for key in _REQUIRED):
+    if not members.keys() >= _REQUIRED_KEYS:
         return nothing
     kept = join(members)
     params = _decode_params(kept)
@@ -446,7 +463,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
         return nothing
     handle = Handle(
         params=kept,
-        engine_id=params.remote_engine_id,
+        engine_id=_shared(params.remote_engine_id),
         request_id=params.remote_request_id,
         tokens=params.remote_num_tokens,
         blocks=blocks,
@@ -455,7 +472,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
         token_ids=said.token_ids,
         passed_on=said.passed_on,
         digests=said.digests,
-        lease=said.lease,
+        lease=_shared(said.lease),
         whole=said.whole or any(_FREED in ids for ids in groups),
     )
     return Params(handle, said.token_ids, said.account)

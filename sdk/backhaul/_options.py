@@ -33,6 +33,8 @@ class RouterSettings(TypedDict, total=False):
     lease_margin_s: float
     kv_recompute_threshold: int
     local_max_tokens: int
+    place_by_cost: bool
+    load_interval_s: float
     prefill_timeout_s: float
     check_pairs: bool
     retained_tokens_budget: int | None

@@ -248,6 +248,16 @@ def _body(messages: Sequence[bytes], *, stream: bool) -> bytes:
     return json.dumps(head).encode()[:-1] + b', "messages": [' + b", ".join(messages) + b"]}"
 
 
+def first_turn(size: int, *, stream: bool) -> bytes:
+    """A body of about `size` bytes."""
+    return _body(_history(size), stream=stream)
+
+
+def handed_on(answer: bytes) -> bytes:
+    """The handle in an answer of P."""
+    return bytes(_params_of(answer).kv_transfer_params)
+
+
 # --- the variants --------------------------------------------------------------------------------------------------------
 
 
