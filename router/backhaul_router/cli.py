@@ -281,6 +281,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_bench_scale(kinds)
     _add_bench_peers(kinds)
     _add_bench_digests(kinds)
+    _add_bench_retention(kinds)
     _add_bench_idle(kinds)
 
 
@@ -459,6 +460,30 @@ def _bench_digests(args: argparse.Namespace) -> int:
         raise CommandError(f"--tokens {args.tokens}: at least one block of {args.block_size}")
     names = ("tokens", "block_size", "repeats", "json")
     return digests.main(digests.Options(**{name: getattr(args, name) for name in names}))
+
+
+def _add_bench_retention(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "retention",
+        help="what it costs to keep what nobody goes on with (no engines needed)",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--fit", type=_count, default=8, metavar="N", help="requests that D has room for (default: %(default)s)"
+    )
+    parser.add_argument("--requests", type=_count, default=80, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
+    parser.set_defaults(run=_bench_retention)
+
+
+def _bench_retention(args: argparse.Namespace) -> int:
+    with _installed("bench"):
+        from backhaul.bench import retention
+    options = retention.Options(**{name: getattr(args, name) for name in ("fit", "requests", "json")})
+    try:
+        return retention.main(options)
+    except retention.TurnFailed as error:
+        raise CommandError(str(error)) from error
 
 
 def _add_bench_idle(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,15 @@ from .errors import ConfigError
 from .report import Route
 
 _TOKENS = ("kv_recompute_threshold", "local_max_tokens")
-_SECONDS = ("decoder_kv_blocks_ttl", "prefill_timeout_s", "decode_timeout_s", "connect_timeout_s", "max_idle_s")
+_SECONDS = (
+    "decoder_kv_blocks_ttl",
+    "prefill_timeout_s",
+    "decode_timeout_s",
+    "connect_timeout_s",
+    "max_idle_s",
+    "one_shot_s",
+    "redis_timeout_s",
+)
 _REDIS = ("redis", "rediss", "unix")
 _COUNTS = ("max_body_bytes", "max_conversations", "max_conversations_per_tenant", "max_branches")
 
@@ -53,6 +61,12 @@ class RouterConfig:
     check_pairs: bool = True
     """Tries with a tiny exchange, before a conversation's history is first read that way, whether a stock prefill engine can
     read from a decode engine: one without bi-directional mode hangs. Engines that run our connector say so instead."""
+    retained_tokens_budget: int | None = None
+    """Tokens that each decode engine keeps at most for conversations that may go on; `None` for half of its KV cache, where it
+    says how much that is. Beyond, what is least expected to be used is released (`retention.py`)."""
+    one_shot_s: float = 60.0
+    """Seconds for which what a request without a conversation leaves is kept, unless another request continues it; the unit of
+    the patience with all conversations, when too much is kept."""
     decode_timeout_s: float = 600.0
     """Longest silence of the decode leg: until its first byte, and between two."""
     connect_timeout_s: float = 5.0
@@ -101,13 +115,16 @@ class RouterConfig:
                 object.__setattr__(self, "route", Route(self.route))
             except ValueError:
                 raise ConfigError(f"route={self.route!r}: use one of {', '.join(Route)}") from None
-        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s", "load_interval_s", "redis_timeout_s"):
+        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s", "load_interval_s"):
             if not isinstance(getattr(self, field), int | float):
                 raise ConfigError(f"{field}={getattr(self, field)!r} is not a number")
         for field in _TOKENS:
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of tokens, 0 or more")
-        for field in (*_SECONDS, "redis_timeout_s"):
+        budget = self.retained_tokens_budget
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+            raise ConfigError(f"retained_tokens_budget={budget!r}: a number of tokens, 0 or more, or None")
+        for field in _SECONDS:
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of seconds above 0")
         for field in _COUNTS:

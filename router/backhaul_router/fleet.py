@@ -24,6 +24,7 @@ from .errors import ConfigError, Leg
 from .extension import Account
 from .load import Gauges, Load
 from .report import ReuseReport, Route
+from .retention import Reserved, Retention
 from .wire import process_of
 
 log = logging.getLogger("backhaul")
@@ -68,6 +69,8 @@ class Engine:
     """When the process that answered began (`start_of`); `None` where it does not say."""
     ranks: frozenset[str] = frozenset()
     """Its data-parallel ranks, where one address stands for several."""
+    kv_tokens: int | None = None
+    """Tokens that its KV cache has room for, over all ranks; `None` when the engine does not say."""
 
     @property
     def hides_handles(self) -> bool:
@@ -103,6 +106,17 @@ def block_size_of(metrics: str) -> int | None:
     """The block size that an engine's `/metrics` page names."""
     found = _BLOCK_SIZE.search(metrics)
     return int(found[1]) if found else None
+
+
+def kv_tokens_of(metrics: str) -> int | None:
+    """How many tokens fit into the engine's KV cache, by its `/metrics` page. With data parallelism vLLM 0.32 writes the sum of
+    `num_gpu_blocks` beside every rank, and what one rank has as `kv_cache_size_tokens` (v1/engine/core_client.py)."""
+    lines = re.findall(r"^vllm:cache_config_info\{([^}]*)\}", metrics, re.MULTILINE)
+    found = dict(re.findall(r'\b(block_size|num_gpu_blocks|kv_cache_size_tokens)="(\d+)"', lines[0] if lines else ""))
+    if size := int(found.get("kv_cache_size_tokens", 0)):
+        return size * len(lines)
+    blocks = int(found.get("num_gpu_blocks", 0)) - len(lines)  # less the null block of each
+    return blocks * int(found["block_size"]) if blocks > 0 and "block_size" in found else None
 
 
 def ranks_of(metrics: str) -> frozenset[str]:
@@ -243,9 +257,12 @@ class Counters:
 class Fleet:
     """The engines, and what changes about them. Methods hold a lock and never await."""
 
-    def __init__(self, engines: Iterable[Engine], seed: int = 0) -> None:
+    def __init__(self, engines: Iterable[Engine], seed: int = 0, retention: Retention | None = None) -> None:
         """Lots are drawn between engines that are equal, by `seed`; with 0 the first one is taken."""
         self._by_url: dict[str, Engine] = {engine.url: engine for engine in engines}
+        self.retention = Retention() if retention is None else retention
+        for engine in self.decode:
+            self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
         self.counters = Counters()
         self.load = Load(seed)
         self.costs = Costs()
@@ -291,6 +308,8 @@ class Fleet:
             self._draining -= {engine.url}
             self._closed -= {engine.url}
         self._breakers.forget(engine.url)
+        if engine.role is Role.DECODE:
+            self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
 
     def get(self, url: str | None) -> Engine | None:
         return self._by_url.get(url) if url else None
@@ -472,6 +491,16 @@ class Fleet:
             if due[at_most:]:
                 self._to_release[holder] = due[at_most:]
             return tuple(due[:at_most])
+
+    def reserve(self, decode: Engine, prompt: int, answer: int, *, sent: bool) -> Reserved:
+        """A turn runs there, now (`sent`) or soon. Leases that are in its way are released at once, so that it takes them along;
+        all that is given up is `retention`'s to tell."""
+        reserved, victims = self.retention.reserve(decode.url, prompt, answer, sent=sent)
+        for victim in victims:
+            if victim.with_turn:
+                holder = Holder.of(victim.held.decode, victim.held.handle.engine_id)
+                self.release_later(holder, [victim.held.handle.request_id])
+        return reserved
 
     @property
     def releasing(self) -> tuple[Holder, ...]:

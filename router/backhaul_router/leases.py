@@ -78,10 +78,14 @@ class Leases:
     def end(self, dropped: Iterable[Held], *, ride: bool = False) -> None:
         """Begins to release. With `ride` leases may wait a moment for a request that takes them along."""
         for holder in self._note(dropped, self._spawn):
-            if ride and holder.rank is None:
-                self._end_soon(holder)
-            else:
-                self._end_due(holder)
+            self.end_soon(holder, ride=ride)
+
+    def end_soon(self, holder: Holder, *, ride: bool = True) -> None:
+        """Sends what is due there, unless a request takes it along."""
+        if ride and holder.rank is None:
+            self._end_soon(holder)
+        else:
+            self._end_due(holder)
 
     def _end_soon(self, holder: Holder) -> None:
         """One timer for all that is due there by then: a turn leaves a lease each time, and a timer costs more than the rest."""

@@ -46,8 +46,10 @@ async def pause(router: Router, conversation: str, seconds: float, tenant: str =
             refused |= {one.name: f"it could not be renewed: {error}" for one in short}
     await router.release_some(conversation, set(refused), Reason.EXPIRED, tenant)
     now = router.clock()
-    left = await arrived(router.ledger.held_for(conversation, tenant))
-    kept = [one.deadline - now for one in left if one.deadline > now]
+    held = await arrived(router.ledger.held_for(conversation, tenant))
+    left = [one for one in held if one.deadline > now]
+    router.retention.paused([one.name for one in left], now, pause_s)
+    kept = [one.deadline - now for one in left]
     return Paused(
         kept_s=min(kept, default=None), released=len(refused), why="; ".join(sorted(set(refused.values()))) or None
     )

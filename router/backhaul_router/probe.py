@@ -16,6 +16,7 @@ from .fleet import (
     connector_counters,
     connector_of,
     has_plugin,
+    kv_tokens_of,
     ranks_of,
     read_models,
     start_of,
@@ -62,6 +63,7 @@ async def describe(client: EngineClient, url: str, role: Role, timeout_s: float 
         at_start=connector_counters(page) if connector_of(page) else {},
         started_at=start_of(page),
         ranks=ranks_of(page),
+        kv_tokens=kv_tokens_of(page),
     )
 
 

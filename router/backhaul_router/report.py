@@ -57,6 +57,8 @@ class Reason(enum.StrEnum):
     """Another turn of this conversation holds the handle; on stock engines a handle is read at most once."""
     EXPIRED = "expired"
     """The lease on the decode engine's blocks has ended, or is about to."""
+    EVICTED = "evicted"
+    """The router had the decode engine give up what it kept, because others needed the memory."""
     DIVERGED = "diverged"
     """The prompt's tokens differ from those that the decode engine ran before one whole block is common."""
     BELOW_THRESHOLD = "below_threshold"

@@ -50,10 +50,11 @@ from .effects import (
 from .engine_changes import Draining
 from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream, FailureKind
 from .errors import ConfigError, Leg, error_event
-from .fleet import Engine, Fleet, Role, check_fit
+from .fleet import Engine, Fleet, Holder, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
 from .identity import HEADERS, Identity, IdentityError, identify, with_parent
+from .kept_kv import look
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key, Taken
@@ -64,12 +65,13 @@ from .pauses import Paused, pause
 from .probe import Unreachable, describe
 from .probing import Prober
 from .report import Reason, ReuseReport, Route
+from .retention import Cause, Retention
 from .scope import ConversationScope, parent_of
 from .spans import NO_SPANS, Spans, Tracing
 from .sse import EventSplitter
 from .stream import cleaned
 from .suspects import Suspects
-from .turn import ONE_SHOT_S, Done, Relaying, State, Turn
+from .turn import Done, Relaying, State, Turn
 
 log = logging.getLogger("backhaul")
 
@@ -174,6 +176,7 @@ class Router:
         self.responses = KnownResponses()
         """Conversations by the ids of the responses that their turns were answered with."""
         self.ledger: Ledger = open_ledger(config, clock)
+        self.retention = Retention(config.retained_tokens_budget, config.one_shot_s)
         self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
@@ -225,7 +228,7 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found, self._seed)
+            self._fleet = Fleet(found, self._seed, self.retention)
             self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
@@ -277,6 +280,7 @@ class Router:
     def reconfigure(self, config: RouterConfig) -> None:
         """Has turns that begin from now on follow `config`. Engines, connections and the ledger stay as they are."""
         self.config = config
+        self.retention.configure(config.retained_tokens_budget, config.one_shot_s)
         if self._pairs is not None:
             self._pairs.config = config
 
@@ -343,7 +347,9 @@ class Router:
             return _error(path, 404, unknown, code="unknown_response", param="previous_response_id")
         await self.connect()
         now = self.clock()
-        self._drop(self.ledger.sweep(now))
+        self._drop(self.ledger.sweep(now), why=Cause.EXPIRED)
+        if looked_at := self.retention.to_look_at(now):
+            self._spawn(self._look_at(looked_at))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
         if self._polling is not None and self._polling.due(now):
@@ -482,6 +488,7 @@ class Router:
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
         await self._ready_to_release()
         dropped = await arrived(self.ledger.flush())
+        self.retention.dropped(dropped, Cause.FLUSHED)
         if self._leases is None:
             return
         await self._leases.end_now(held for held in dropped if not held.leased)
@@ -505,6 +512,7 @@ class Router:
         usable = {name: left - min(self.config.lease_margin_s, left / 4) for name, left in renewal.remaining.items()}
         deadlines = {name: now + left for name, left in usable.items()}
         await arrived(self.ledger.renewed(conversation, deadlines, now, tenant))
+        self.retention.renewed(deadlines, now)
         if renewal.failure is not None:
             raise renewal.failure
         return min((left for left in usable.values() if left), default=None)
@@ -574,28 +582,67 @@ class Router:
         task.add_done_callback(self._background.discard)
         return task
 
-    def _end(self, dropped: Iterable[Held], *, ride: bool = False) -> None:
+    def _end(self, dropped: Iterable[Held], *, ride: bool = False, why: Cause = Cause.ENDED) -> None:
         if dropped := tuple(dropped):
+            self.retention.dropped(dropped, why)
             self.leases_kept.end(dropped, ride=ride)
 
-    def _drop(self, dropped: Dropped, *, ride: bool = False) -> None:
-        """Releases what the ledger drops, in the background where it has to be waited for."""
-        if isinstance(dropped, tuple):
-            self._end(dropped, ride=ride)
-        else:
-            self._spawn(self._end_later(dropped, ride))
+    def _drop(
+        self,
+        dropped: Dropped,
+        note: Callable[[tuple[Held, ...]], None] | None = None,
+        *,
+        ride: bool = False,
+        why: Cause = Cause.ENDED,
+    ) -> None:
+        """Releases what the ledger drops, in the background where it has to be waited for. `note` is told of it first."""
+        if not isinstance(dropped, tuple):
+            self._spawn(self._drop_later(dropped, note, ride, why))
+            return
+        if note is not None:
+            note(dropped)
+        self._end(dropped, ride=ride, why=why)
+        if self.retention.due:
+            self.give_up_retained()
+
+    async def _drop_later(
+        self, dropped: Dropped, note: Callable[[tuple[Held, ...]], None] | None, ride: bool, why: Cause
+    ) -> None:
+        self._drop(await arrived(dropped), note, ride=ride, why=why)
 
     async def _ready_to_release(self) -> None:
         """On a shared ledger there may be something to release before this router has run a turn."""
         if self.ledger.shared:
             await self.connect()
 
-    async def _end_later(self, dropped: Dropped, ride: bool) -> None:
-        self._end(await arrived(dropped), ride=ride)
-
     async def _end_now(self, dropped: Iterable[Held]) -> None:
         if dropped := tuple(dropped):
+            self.retention.dropped(dropped)
             await self.leases_kept.end_now(dropped)
+
+    async def _look_at(self, decodes: Iterable[str]) -> None:
+        await look(self.client, self.fleet, self.leases_kept, decodes)
+        self.give_up_retained()
+
+    def give_up_retained(self) -> None:
+        """Drops and releases what `retention` has given up."""
+        for victim in self.retention.take_due():
+            name, key = victim.held.name, victim.key
+            dropped = self.ledger.drop_for(
+                key.conversation,
+                lambda held: held.name == name,  # noqa: B023
+                Reason.EVICTED,
+                key.tenant,
+            )
+            if not victim.with_turn:
+                self._drop(dropped, ride=True)
+                continue
+            self.leases_kept.end_soon(Holder.of(victim.held.decode, victim.held.handle.engine_id))
+            if not isinstance(dropped, tuple):
+                self._spawn(self._forgotten(dropped))
+
+    async def _forgotten(self, dropped: Dropped) -> None:
+        await arrived(dropped)
 
     # --- what a run performs
 
@@ -607,11 +654,18 @@ class Router:
             case EndLease():
                 self.leases_kept.end_one(action)
             case GiveBack(key, taken):
-                self._drop(self.ledger.give_back(key, taken))
+                retention = self.retention
+                self._drop(self.ledger.give_back(key, taken), lambda dropped: retention.gave_back(taken, dropped))
             case Lost(key, taken, reason):
-                self._drop(self.ledger.lost(key, taken, reason))
+                retention = self.retention
+                self._drop(self.ledger.lost(key, taken, reason), lambda dropped: retention.lost(taken, dropped))
             case Settle(key, taken, branch):
-                self._drop(self.ledger.settle(key, taken, branch, self.clock()), ride=True)
+                now, retention = self.clock(), self.retention
+
+                def settled(dropped: tuple[Held, ...]) -> None:
+                    retention.settled(key, taken, branch, dropped, now)
+
+                self._drop(self.ledger.settle(key, taken, branch, now), settled, ride=True)
                 self._sweep_in_time(branch)
                 self._check_before_it_is_needed(branch)
             case DropEngine(decode, engine_id):
@@ -629,6 +683,7 @@ class Router:
 
     def _forget_process(self, decode: str, dropped: Dropped) -> None:
         if isinstance(dropped, tuple):
+            self.retention.dropped(dropped, Cause.UNUSABLE)
             log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
         else:
             self._spawn(self._forget_process_later(decode, dropped))
@@ -640,8 +695,11 @@ class Router:
         """What a request without a conversation left on a stock engine is released though no other request should come."""
         if not branch.by_history or branch.held is None or branch.held.leased:
             return
-        if (left_s := branch.held.deadline - self.clock()) <= ONE_SHOT_S:
-            asyncio.get_running_loop().call_later(left_s, lambda: self._drop(self.ledger.sweep(self.clock())))
+        if (left_s := branch.held.deadline - self.clock()) <= self.config.one_shot_s:
+            asyncio.get_running_loop().call_later(left_s, self._sweep)
+
+    def _sweep(self) -> None:
+        self._drop(self.ledger.sweep(self.clock()), why=Cause.EXPIRED)
 
     def _check_before_it_is_needed(self, branch: Branch) -> None:
         """The next turn will read from this D by way of the same P, if it can: found out while the agent works."""
@@ -764,7 +822,9 @@ class _Run:
                     self._out.append(data)
                 case _:
                     self._router.perform(action, self._scope)
-                    if isinstance(action, Record):
+                    if isinstance(action, Settle):
+                        self._note_pause(action.branch)
+                    elif isinstance(action, Record):
                         self._end_after(action.report)
                         self._spans.end(action.report)
 
@@ -776,12 +836,20 @@ class _Run:
         if self._turn.hints.last_turn and answered and report.conversation is not None:
             self._router.forget(report.conversation, report.tenant)
 
+    def _note_pause(self, branch: Branch) -> None:
+        if (pause_s := self._turn.hints.pause_s) is not None and branch.held is not None:
+            self._router.retention.paused((branch.held.name,), self._router.clock(), pause_s)
+
     async def _meet(self, need: Need) -> Event:
+        if self._router.retention.due:
+            self._router.give_up_retained()
         match need:
             case Take(key, chain, parent):
                 router = self._router
-                taken = router.ledger.take(key, chain, router.clock(), router.usable, parent)
-                return Took(taken if isinstance(taken, Taken) else await taken)
+                found = router.ledger.take(key, chain, router.clock(), router.usable, parent)
+                taken = found if isinstance(found, Taken) else await found
+                router.retention.took(taken)
+                return Took(taken)
             case Check(prefill, decode):
                 await self._router.pairs.check(prefill, decode)
                 return Checked()

@@ -55,6 +55,11 @@ _HELP: Mapping[str, tuple[str, str]] = {
         "",
         "whether to try if a stock prefill engine can read from a decode engine before it is asked to",
     ),
+    "retained_tokens_budget": (
+        "TOKENS",
+        "a decode engine keeps at most so many for conversations that may go on (default: half of its KV cache)",
+    ),
+    "one_shot_s": ("SECONDS", "how long what a request without a conversation leaves is kept, unless one continues it"),
     "decode_timeout_s": ("SECONDS", "longest silence of a decode engine"),
     "connect_timeout_s": ("SECONDS", "limit of connecting to an engine"),
     "max_body_bytes": ("BYTES", "a larger request is answered 413"),

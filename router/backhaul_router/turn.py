@@ -69,6 +69,7 @@ from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
 from .placement import NoEngine, Placement, Prompt, first_engine, needs_ids, place, why_moved
 from .report import Proof, Reason, ReuseReport, Route
+from .retention import Reserved
 from .stream import StreamFilter, stream_filter
 
 Actions = tuple[Action, ...]
@@ -77,8 +78,6 @@ _MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
 
 _ENDS_OTHERWISE = frozenset({"continue_final_message", "add_generation_prompt"})
 """With these a prompt does not end where an answer begins."""
-ONE_SHOT_S = 60.0
-"""For how long what a request without a conversation leaves is kept, unless another request continues it."""
 _VLLM_TTL_S = 480.0
 """vLLM's own `decoder_kv_blocks_ttl`."""
 _RIDING = 256
@@ -161,6 +160,8 @@ class Turn:
     """What the answer says, where histories are kept exact."""
     draft: dict[str, Any] = field(default_factory=dict)
     first_byte: float | None = None
+    reserved: Reserved | None = None
+    """Room on the decode engine."""
     computes: int = 0
     """Estimate of the tokens that the engine which prefills computes."""
     alone: bool = True
@@ -316,6 +317,8 @@ class Turn:
         if placement.prefill is None:
             self._goes(placement, now)
             return self.decoding(placement, None), ()
+        if placement.decode.connector is None:  # what is in its way is released while P computes
+            self.reserve(placement, sent=False)
         offered = placement.blocks * self.prompt.block_size
         if placement.route is Route.WARM and self.spare is not None:
             pair = (placement.prefill.url, self.spare.decode)
@@ -359,6 +362,7 @@ class Turn:
     def decoding(self, placement: Placement, prefilled: wire.Handle | None) -> Decoding:
         """D is next. One that runs our connector takes along the leases that are due there."""
         decode = placement.decode
+        self.reserve(placement)
         if decode.connector is None:
             return Decoding(self, placement, prefilled)
         ask = Ask(
@@ -385,7 +389,7 @@ class Turn:
     @property
     def _longest_kept_s(self) -> float:
         """Nobody has said that there will be a next turn where a request names no conversation and continues none."""
-        return ONE_SHOT_S if self.identity is not None and self.identity.new else math.inf
+        return self.config.one_shot_s if self.identity is not None and self.identity.new else math.inf
 
     def shows_handle(self, decode: Engine) -> bool:
         """Whether D's answer will carry the handle."""
@@ -405,7 +409,27 @@ class Turn:
         if engine is None:
             return self.refuse(None, 503, "no decode engine is left to try", Leg.DECODE, now, give_back)
         placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
+        self.reserve(placement)
         return Decoding(self, placement, None, as_it_is=True), give_back
+
+    def reserve(self, placement: Placement, *, sent: bool = True) -> None:
+        """Room on D for the prompt, less what is kept there for it, and for the answer."""
+        self._unreserve()
+        decode, held, branch = placement.decode, self.spare, self.taken.branch
+        prompt = len(self.token_ids or ()) or self.draft.get("prompt") or 0
+        if not prompt:
+            counted = branch is not None and branch.prompt_tokens and branch.message_bytes
+            per_token = branch.message_bytes / branch.prompt_tokens if branch is not None and counted else 4.0
+            prompt = round(self.prompt.message_bytes / per_token)
+        if held is not None and held.decode == decode.url and placement.route is not Route.COLD:
+            prompt = max(0, prompt - held.tokens)
+        answer = self.fleet.retention.answer_of(wire.answer_limit(self.facts))
+        self.reserved = self.fleet.reserve(decode, prompt, answer, sent=sent)
+
+    def _unreserve(self) -> None:
+        if self.reserved is not None:
+            self.fleet.retention.unreserve(self.reserved)
+            self.reserved = None
 
     @property
     def ids_to_send(self) -> msgspec.Raw | None:
@@ -431,6 +455,7 @@ class Turn:
         if spare is None or spare.shared:
             return None
         self.spare = None
+        self.fleet.retention.read(spare)
         return spare
 
     def unfinished(self) -> Actions:
@@ -644,6 +669,7 @@ class Turn:
         nothing of the engines."""
         if usage is not None:
             self.draft["generated"] = usage.completion_tokens
+            self.fleet.retention.note_answer(usage.completion_tokens or 0)
             if placement.prefill is None:
                 self.count_prefill(usage)
         if self.identity is None or self.identity.by_history:
@@ -659,7 +685,8 @@ class Turn:
         }
 
     def report(self, placement: Placement | None, now: float, *, status: int = 200, error: str | None = None) -> Record:
-        """The report, complete."""
+        """The report, complete. The turn needs nothing any more."""
+        self._unreserve()
         saved = self._saved(placement) if error is None else None
         first_byte = self.first_byte
         fields = {

@@ -234,6 +234,13 @@ def stop_tokens(facts: Facts) -> tuple[int, ...]:
         return ()
 
 
+def answer_limit(facts: Facts) -> int | None:
+    """The client's limit of the answer's tokens."""
+    given = (facts.members.get(key) for key in facts.api.positive if key != "n")
+    limits = [value for raw in given if raw is not None and type(value := value_of(raw)) is int]
+    return min(limits, default=None)
+
+
 def closed_body(facts: Facts, messages: int) -> bytes:
     """The same for the first messages alone, the last of which is an answer that has ended."""
     members = {key: value for key, value in facts.members.items() if key != "continue_final_message"}

@@ -37,6 +37,8 @@ class RouterSettings(TypedDict, total=False):
     load_interval_s: float
     prefill_timeout_s: float
     check_pairs: bool
+    retained_tokens_budget: int | None
+    one_shot_s: float
     decode_timeout_s: float
     connect_timeout_s: float
     engine_ca_file: str | None

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from backhaul_connector.loopback import CostModel
 from backhaul_router.report import Reason, Route
-from backhaul_router.turn import ONE_SHOT_S
 from router_turns import COMPLETIONS, STORY, Cluster, Message, opening, run_cluster, system, user
 
 NO_CACHE = {"prefix_caching": False}
 OURS = {"connector": "backhaul", "kv_recompute_threshold": 0}
 STOCK: dict[str, Any] = {}
+ONE_SHOT_S = 60.0
 KINDS = pytest.mark.parametrize("engine", [STOCK, OURS], ids=["stock", "connector"])
 
 
@@ -98,9 +98,8 @@ async def test_a_one_shot_call_of_a_stock_engine_is_released_after_that_time() -
         assert len(cluster.router.ledger) == 1
 
 
-async def test_it_is_released_when_no_other_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul_router.turn.ONE_SHOT_S", 0.02)
-    async with run_cluster() as cluster:
+async def test_it_is_released_when_no_other_request_comes() -> None:
+    async with run_cluster(one_shot_s=0.02) as cluster:
         await ask(cluster, opening())
         await cluster.until(lambda: not cluster.d.usage)
         assert len(cluster.router.ledger) == 0

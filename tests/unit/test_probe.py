@@ -64,6 +64,7 @@ async def test_an_engine_says_what_it_is() -> None:
         max_model_len=4096,
         renders=True,
         streams_handles=True,
+        kv_tokens=99 * 32,
     )
 
 
