@@ -28,6 +28,8 @@ class RouterFields(BaseModel):
     lease_margin_s: float | None = None
     kv_recompute_threshold: int | None = None
     local_max_tokens: int | None = None
+    place_by_cost: bool | None = None
+    load_interval_s: float | None = None
     prefill_timeout_s: float | None = None
     check_pairs: bool | None = None
     decode_timeout_s: float | None = None

@@ -2,7 +2,8 @@
 
 Beside what `Router` answers there are
 
-    GET    /health                          200 once the fleet is connected, 503 before
+    GET    /health                          200 while the process is alive; engines per role, connected and configured
+    GET    /ready                           200 while it can take turns, else 503 with the reason
     GET    /metrics                         what Prometheus scrapes; needs the extra `server`
     GET    /backhaul/conversations          what is on record, the conversation that was active last first
     GET    /backhaul/conversations/{id}     its reports; ?turn=N for one turn's, with &wait=S for one that is about to end
@@ -10,8 +11,10 @@ Beside what `Router` answers there are
     POST   /backhaul/conversations/{id}/renew   keeps what they hold for another ?ttl_s=S seconds; how long it can be used
     POST   /backhaul/conversations/{id}/pause   keeps it over a pause of ?seconds=S, or releases it now
 
-With API keys (`tenants`) everything but /health takes one, and those under /backhaul show and end its tenant's conversations.
-Without any, they are everybody's, so they answer to loopback addresses only.
+`admin` has those under /backhaul/admin.
+
+With API keys (`tenants`) everything but /health, /ready and /metrics takes one, and those under /backhaul show and end its
+tenant's conversations. Without any, they are everybody's, so they answer to loopback addresses only.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ from urllib.parse import parse_qs, quote, unquote
 
 import msgspec
 
+from . import logs
 from .access import Refusal, admit, refusal_of_head, refusal_of_key, refusal_of_turn
+from .admin import MAX_BODY_BYTES as MAX_ADMIN_BYTES
+from .admin import PATH as ADMIN
+from .admin import Admin
+from .admission import Admission, Limits, Refused
 from .api import Api
 from .config import RouterConfig
 from .engine_client import EngineFailure
@@ -38,9 +46,11 @@ from .hints import MAX_PAUSE_S, checked_pause
 from .leases import LeaseError
 from .metrics_page import AUDIT_EVERY_S, MetricsPage
 from .metrics_page import PATH as METRICS
+from .readiness import readiness
 from .report import ReuseReport
 from .reports import Recorded, ReportLogs
 from .router import Reply, Request, Router
+from .spans import Tracing
 from .tenants import NO_TENANTS, Tenant, Tenants
 from .wire import Endpoint, api_of
 
@@ -89,12 +99,17 @@ class App:
         reports: ReportLogs,
         tenants: Tenants = NO_TENANTS,
         metrics: MetricsPage | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.router = router
         self.reports = reports
         self.tenants = tenants
         """May be replaced while the application runs: the next request is asked for a key of the new ones."""
         self.metrics = metrics
+        self.admission = Admission(limits)
+        self.admin = Admin(router)
+        self.stopping = False
+        """Requests are answered as before, but new ones had better go elsewhere."""
         self._running: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -111,8 +126,11 @@ class App:
         try:
             if self.metrics is not None:
                 await self.metrics.aclose()
+            await self.admin.aclose()
         finally:
             await self.router.aclose()
+            if self.router.tracing is not None:
+                await asyncio.to_thread(self.router.tracing.shutdown)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -140,10 +158,17 @@ class App:
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if self.stopping:
+            send = _closing(send)
         if (refusal := refusal_of_head(path, scope["headers"])) is not None:
             await self._refuse(receive, send, refusal)
         elif path == "/health" and scope["method"] == "GET":
             await self._health(send)
+        elif path == "/ready" and scope["method"] == "GET":
+            ready = await readiness(self.router, stopping=self.stopping)
+            await _send_json(send, ready.status, ready.to_dict())
+        elif path == ADMIN or path.startswith(f"{ADMIN}/"):
+            await self._administer(scope, receive, send)
         elif path == METRICS and scope["method"] == "GET" and self.metrics is not None:
             await _send_metrics(self.metrics, scope, send)
         elif self.tenants:
@@ -185,7 +210,7 @@ class App:
             return
         own = _OwnReport()
         out = _Out(send, () if is_loopback(scope.get("client")) else self.router.engine_urls, scope["path"])
-        answer = asyncio.ensure_future(self._answer(_request(scope, body, own, tenant), own, out))
+        answer = asyncio.ensure_future(self._admitted(_request(scope, body, own, tenant), own, out))
         gone = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -199,8 +224,20 @@ class App:
             if not task.cancelled():
                 task.result()
 
-    async def _body(self, scope: Message, receive: Receive) -> bytes:
-        limit = self.router.config.max_body_bytes
+    async def _admitted(self, request: Request, own: _OwnReport, out: _Out) -> None:
+        """Answers once there is a place for the turn."""
+        with logs.request():
+            if request.method != "POST":
+                await self._answer(request, own, out)
+                return
+            try:
+                async with self.admission.turn(request.tenant):
+                    await self._answer(request, own, out)
+            except Refused as refused:
+                await out.refused(refused)
+
+    async def _body(self, scope: Message, receive: Receive, limit: int | None = None) -> bytes:
+        limit = self.router.config.max_body_bytes if limit is None else limit
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
                 raise _BodyTooLarge
@@ -260,15 +297,38 @@ class App:
         try:
             fleet = self.router.fleet
         except RuntimeError:
-            connected, prefill, decode = False, 0, 0
+            prefill, decode = 0, 0
         else:
-            connected, prefill, decode = True, len(fleet.prefill), len(fleet.decode)
+            prefill, decode = len(fleet.prefill), len(fleet.decode)
         state = {
-            "status": "ok" if connected else "connecting",
+            "status": "ok",
             "prefill": {"connected": prefill, "configured": len(config.prefill)},
             "decode": {"connected": decode, "configured": len(config.decode)},
         }
-        await _send_json(send, 200 if connected else 503, state)
+        await _send_json(send, 200, state)
+
+    async def _administer(self, scope: Message, receive: Receive, send: Send) -> None:
+        answer = self.admin.refusal(scope["headers"], on_loopback=is_loopback(scope.get("client")))
+        if answer is not None:
+            headers = (*answer.headers, ("cache-control", "no-store"))
+            await self._refuse(receive, send, Refusal(answer.status, msgspec.json.encode(answer.value), headers))
+            return
+        try:
+            body = await self._body(scope, receive, MAX_ADMIN_BYTES)
+        except _ClientGone:
+            return
+        except _BodyTooLarge:
+            too_large = f"the body has more than {MAX_ADMIN_BYTES} bytes"
+            await self._refuse(receive, send, Refusal(413, _error(413, too_large, "body_too_large")))
+            return
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        try:
+            answer = await self.admin.answer(scope["method"], scope["path"], query, body)
+        except Exception:
+            log.exception("%s %s failed, and Backhaul is at fault", scope["method"], scope["path"])
+            await _send_error(send, 500, "an internal error of the router; its log has the details", "internal_error")
+            return
+        await _send_json(send, answer.status, answer.value)
 
     async def _backhaul(self, scope: Message, send: Send, tenant: Tenant | None = None) -> None:
         here = is_loopback(scope.get("client"))
@@ -353,6 +413,12 @@ class _Out:
     async def error(self, status: int, message: str, code: str) -> None:
         await self.whole(status, [_JSON, ("x-should-retry", "false")], _error(status, message, code, self._api))
 
+    async def refused(self, refused: Refused) -> None:
+        """The turn was not begun."""
+        type_ = "rate_limit_error" if refused.status == 429 else "server_error"
+        body = self._api.error(str(refused), type_=type_, code=refused.code)
+        await self.whole(refused.status, [_JSON, *refused.headers], body)
+
     async def begin(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
         self._streaming = True
         await self._send(_start(status, headers))
@@ -420,20 +486,26 @@ def make_app(
     tenants: Tenants = NO_TENANTS,
     *,
     metrics_public: bool = True,
+    tracing: Tracing | None = None,
     audit_every_s: float = AUDIT_EVERY_S,
+    limits: Limits | None = None,
+    log_turns: bool = True,
 ) -> App:
     """An application with a router of its own, which an ASGI server's lifespan connects and closes. With `tenants` every
-    request takes one of their keys. Without `metrics_public` `/metrics` answers to loopback addresses only."""
+    request takes one of their keys. Without `metrics_public` `/metrics` answers to loopback addresses only. With `log_turns`
+    each turn is a line in the log (`backhaul.turns`, INFO). `tracing` is shut down with the application."""
     reports = ReportLogs()
-    router = Router(config)
+    router = Router(config, tracing=tracing)
     metrics = MetricsPage(router, public=metrics_public, audit_every_s=audit_every_s)
 
     def record(report: ReuseReport) -> None:
         reports.record(report)
         metrics.record(report)
+        if log_turns:
+            logs.log_turn(report)
 
     router.on_report = record
-    return App(router, reports, tenants, metrics)
+    return App(router, reports, tenants, metrics, limits)
 
 
 def is_loopback(client: Sequence[Any] | None) -> bool:
@@ -445,6 +517,18 @@ def is_loopback(client: Sequence[Any] | None) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     return address is not None and address.is_loopback
+
+
+def _closing(send: Send) -> Send:
+    """Has the client make another connection for its next request, and so ask the load balancer in between."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [(name, value) for name, value in message.get("headers", ()) if name.lower() != b"connection"]
+            message = {**message, "headers": [*kept, (b"connection", b"close")]}
+        await send(message)
+
+    return closing
 
 
 def _withholding(send: Send, urls: Sequence[bytes]) -> Send:

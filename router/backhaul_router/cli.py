@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -149,47 +148,22 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from . import serve_options
 
     parser = commands.add_parser("serve", help="run a router in front of engines, until Ctrl-C", allow_abbrev=False)
-    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    parser.add_argument(
-        "--grace-s",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long requests may take to finish when it is told to stop (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-metrics-public",
-        dest="metrics_public",
-        action="store_false",
-        help="/metrics answers to clients on this machine only",
-    )
-    parser.add_argument(
-        "--api-keys",
-        type=Path,
-        metavar="FILE",
-        help="TOML with [tenants.NAME] keys = [...]: who may ask (or BACKHAUL_API_KEYS=name=key,...; default: everybody)",
-    )
     serve_options.add_arguments(parser)
     parser.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from . import serve_options
-    from .tenants import Tenants
+    from . import logs, serve_options
 
-    server = _server_module()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        tenants = Tenants.from_options(args.api_keys)
-        server.serve(
-            serve_options.config_from(args),
-            args.host,
-            args.port,
-            grace_s=args.grace_s,
-            metrics_public=args.metrics_public,
-            tenants=tenants,
-        )
+        settings = serve_options.settings_from(args)
+        if args.check:
+            settings.check_files()
+            print("the configuration can be used")
+            return 0
+        server = _server_module()
+        logs.configure(settings.server.log_format)
+        server.serve(settings, lambda: serve_options.settings_from(args))
     except ConfigError as error:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:  # before there was anything to finish

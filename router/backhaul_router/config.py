@@ -39,7 +39,13 @@ class RouterConfig:
     kv_recompute_threshold: int = 64
     """Tokens: fewer than these are computed rather than read."""
     local_max_tokens: int = 64
-    """A turn whose uncached suffix on D is at most this long runs there alone. 0 switches `local` off."""
+    """A turn whose uncached suffix on D is at most this long runs there alone. Where D runs our connector and measured rates
+    say that it is clearly faster, a longer one does too, up to sixteen times this. 0 switches `local` off."""
+    place_by_cost: bool = True
+    """False: the thresholds alone choose the route, whatever was measured."""
+    load_interval_s: float = 2.0
+    """How often engines are asked for their load while turns come, where a role has several; 0 never asks, and turns are
+    placed by what this router itself runs there."""
     prefill_timeout_s: float = 120.0
     """The prefill leg's hard limit."""
     check_pairs: bool = True
@@ -59,6 +65,8 @@ class RouterConfig:
     """A conversation that was silent for this long is forgotten."""
     api_key: str | None = None
     """Sent to the engines as a bearer token; never taken from the client's request."""
+    engine_ca_file: str | None = None
+    """PEM file with the certificates of the authorities that engines behind `https` are trusted by, in place of the system's."""
 
     def __post_init__(self) -> None:
         for field in ("prefill", "decode"):
@@ -80,7 +88,7 @@ class RouterConfig:
                 object.__setattr__(self, "route", Route(self.route))
             except ValueError:
                 raise ConfigError(f"route={self.route!r}: use one of {', '.join(Route)}") from None
-        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s"):
+        for field in (*_TOKENS, *_SECONDS, *_COUNTS, "lease_margin_s", "load_interval_s"):
             if not isinstance(getattr(self, field), int | float):
                 raise ConfigError(f"{field}={getattr(self, field)!r} is not a number")
         for field in _TOKENS:
@@ -92,6 +100,8 @@ class RouterConfig:
         for field in _COUNTS:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)}: 1 or more")
+        if not self.load_interval_s >= 0:
+            raise ConfigError(f"load_interval_s={self.load_interval_s}: a number of seconds, 0 or more")
         if not 0 <= self.lease_margin_s < self.decoder_kv_blocks_ttl:
             raise ConfigError(
                 f"lease_margin_s={self.lease_margin_s}: from 0 to below decoder_kv_blocks_ttl={self.decoder_kv_blocks_ttl}"

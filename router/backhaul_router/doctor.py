@@ -17,7 +17,7 @@ from .exchange import Exchange, Verdict, exchange
 from .fleet import Engine, Role, check_fit
 from .http_client import HttpClient
 from .probe import Unreachable, describe
-from .serve_options import API_KEY_VARIABLE
+from .settings import ENGINE_KEY_VARIABLE
 
 
 class Severity(enum.IntEnum):
@@ -131,7 +131,7 @@ async def _describe(client: EngineClient, url: str, role: Role, timeout_s: float
             severity=Severity.UNSAFE,
             where=url,
             what=str(error),
-            advice=f"put the engines' key into {API_KEY_VARIABLE}" if key else "run another engine there",
+            advice=f"put the engines' key into {ENGINE_KEY_VARIABLE}" if key else "run another engine there",
         )
 
 

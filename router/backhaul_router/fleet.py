@@ -18,10 +18,12 @@ from typing import NamedTuple
 import msgspec
 
 from .breakers import Breakers, BreakerState, Where, Who
+from .costs import Costs
 from .engine_client import FailureKind
 from .errors import ConfigError, Leg
 from .extension import Account
-from .report import ReuseReport
+from .load import Gauges, Load
+from .report import ReuseReport, Route
 from .wire import process_of
 
 log = logging.getLogger("backhaul")
@@ -232,6 +234,8 @@ class Counters:
     """An engine ran other ids than those it was sent, or did not check a handle; nothing of such a turn is kept."""
     prompts_differed: int = 0
     """A decode engine of ours computed a prompt by itself, because P's was another one."""
+    failed_polls: int = 0
+    """Times that an engine did not show its load."""
     audit_alarms: int = 0
     """What the router counted as reused is not what the engines counted."""
 
@@ -239,10 +243,12 @@ class Counters:
 class Fleet:
     """The engines, and what changes about them. Methods hold a lock and never await."""
 
-    def __init__(self, engines: Iterable[Engine]) -> None:
+    def __init__(self, engines: Iterable[Engine], seed: int = 0) -> None:
+        """Lots are drawn between engines that are equal, by `seed`; with 0 the first one is taken."""
         self._by_url: dict[str, Engine] = {engine.url: engine for engine in engines}
         self.counters = Counters()
-        self._in_flight: Counter[str] = Counter()
+        self.load = Load(seed)
+        self.costs = Costs()
         self._engine_ids: dict[str, str] = {}
         self._rates: dict[str, _Rate] = {}
         self.ignores_ids = False
@@ -262,7 +268,7 @@ class Fleet:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        busy = ", ".join(f"{url}: {n}" for url, n in sorted(self._in_flight.items()) if n)
+        busy = ", ".join(f"{url}: {n}" for url, n in sorted(self.load.in_flight.items()) if n)
         return f"<Fleet {len(self.prefill)} prefill, {len(self.decode)} decode; in flight {{{busy}}}>"
 
     @property
@@ -290,22 +296,51 @@ class Fleet:
         return self._by_url.get(url) if url else None
 
     def pick(
-        self, role: Role, preferred: str | None = None, without: Iterable[str] = (), *, verifying: bool = False
+        self,
+        role: Role,
+        preferred: str | None = None,
+        without: Iterable[str] = (),
+        *,
+        verifying: bool = False,
+        moving_ms: float = 0.0,
     ) -> Engine | None:
-        """The preferred engine where it may be used, else the least busy; `None` when all are excluded. With `verifying`,
-        engines that check a handle by its digests go before others, after the preferred one. Engines that drain or whose
-        breaker is open are used where no other is left."""
+        """The preferred engine where it may be used and its load does not say otherwise, else the one with the least to do;
+        `None` when all are excluded. With `verifying`, engines that check a handle by its digests go before others, after the
+        preferred one. Engines that drain or whose breaker is open are used where no other is left. `moving_ms` is what it
+        costs that another prefill engine does not have the history."""
         excluded = {*without, *self._closed}
         engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
-        for engine in engines:
-            if engine.url == preferred and self._may_stay(engine):
-                return engine
+        home = next((engine for engine in engines if engine.url == preferred and self._may_stay(engine)), None)
+        if home is not None and not self.load.is_pressed(home.url):
+            return home
+        if len(engines) <= 1:
+            return engines[0] if engines else None
         with self._lock:
 
-            def burden(engine: Engine) -> tuple[int, bool, int]:
-                return self._rank(engine), verifying and not self.verifies(engine), self._in_flight[engine.url]
+            def burden(engine: Engine) -> tuple[int, bool, tuple[bool, float, int, float]]:
+                return (
+                    self._rank(engine),
+                    verifying and not self.verifies(engine),
+                    self.load.burden(engine.url),
+                )
 
-            return min(engines, key=burden, default=None)
+            if home is None:
+                return min(engines, key=burden)
+            other = min((engine for engine in engines if engine is not home), key=burden)
+            return other if self._leaves(home, other, moving_ms) else home
+
+    def _leaves(self, home: Engine, other: Engine, moving_ms: float) -> bool:
+        if self._rank(other) > self._rank(home) or (self.verifies(home) and not self.verifies(other)):
+            return False
+        if home.role is Role.DECODE:
+            return self.load.leaves_decode(home.url, other.url)
+        return self.load.leaves_prefill(self.queue_ms(home), self.queue_ms(other), moving_ms)
+
+    def queue_ms(self, prefill: Engine) -> float:
+        """Estimate of what a prefill waits there: for this router's by their tokens, for others' by their number."""
+        load, costs = self.load, self.costs
+        tokens = load.tokens(prefill.url) + load.foreign(prefill.url) * costs.prefill_tokens
+        return tokens * costs.per_token(prefill.url)
 
     # --- which engines fail, drain or go
 
@@ -390,6 +425,8 @@ class Fleet:
             self._closed -= {url}
             self._engine_ids.pop(url, None)
             self._rates.pop(url, None)
+            self.load.forget(url)
+            self.costs.forget(url)
             self._safe = {pair for pair in self._safe if url not in pair}
             self._unsafe = {pair: why for pair, why in self._unsafe.items() if url not in pair}
         self._breakers.forget(url)
@@ -480,7 +517,7 @@ class Fleet:
 
     def busy(self, engine: Engine) -> int:
         """Calls in flight."""
-        return self._in_flight[engine.url]
+        return self.load.in_flight[engine.url]
 
     def count_prompt_differed(self) -> None:
         with self._lock:
@@ -520,13 +557,54 @@ class Fleet:
 
     # --- load and what is learned
 
-    def begin(self, engine: Engine) -> None:
+    def begin(self, engine: Engine, tokens: int = 0) -> None:
+        """A call goes there; with the tokens that it has a prefill engine compute."""
         with self._lock:
-            self._in_flight[engine.url] += 1
+            self.load.begin(engine.url, tokens)
 
-    def end(self, engine: Engine) -> None:
+    def end(self, engine: Engine, tokens: int = 0) -> None:
+        """The call is over; `tokens` as when it began."""
         with self._lock:
-            self._in_flight[engine.url] -= 1
+            self.load.end(engine.url, tokens)
+
+    def note_placed(self, name: tuple[str, str] | None, decode: Engine, prefill: Engine | None, now: float) -> None:
+        """A turn goes there, of the conversation of that tenant and id, if it has one."""
+        urls = (decode.url,) if prefill is None else (decode.url, prefill.url)
+        with self._lock:
+            self.load.chose(*urls)
+            if name is not None:
+                self.load.homes.settle(name, urls, now)
+
+    def note_route(self, engine: Engine, route: Route, instead_of: tuple[Engine, Route] | None) -> None:
+        """The route that a turn took, and the one that its estimates spoke against."""
+        with self._lock:
+            self.costs.took(engine.url, route)
+            if instead_of is not None:
+                self.costs.passed_over(instead_of[0].url, instead_of[1])
+
+    def note_left(self, url: str) -> None:
+        """A conversation has left an engine for its load."""
+        with self._lock:
+            self.load.left(url)
+
+    def note_gauges(self, engine: Engine, gauges: Gauges, now: float) -> None:
+        """What an engine says of its load."""
+        with self._lock:
+            self.load.read(engine.url, gauges, now)
+
+    def expire_load(self, before: float, now: float) -> None:
+        """Forgets what engines said of their load earlier than that."""
+        with self._lock:
+            self.load.expire(before, now)
+
+    def count_failed_poll(self) -> None:
+        with self._lock:
+            self.counters.failed_polls += 1
+
+    def end_conversation(self, conversation: str, tenant: str = "") -> None:
+        """It is nobody's load any more."""
+        with self._lock:
+            self.load.homes.end((tenant, conversation))
 
     def saw_engine_id(self, engine: Engine, engine_id: str) -> str | None:
         """Notes the id in an engine's newest handle. Returns the id before, when the engine has restarted since: its
@@ -544,11 +622,22 @@ class Fleet:
         known = self._engine_ids.get(decode)
         return decode in self._by_url and (known is None or known == process_of(engine_id))
 
-    def learn_prefill(self, engine: Engine, ms: float, computed: int) -> None:
-        """Notes what a cold prefill cost."""
-        if computed >= 32:
-            with self._lock:
+    def learn_prefill(self, engine: Engine, ms: float, computed: int, *, alone: bool = True) -> None:
+        """Notes what a cold prefill cost. One that was not `alone` may have waited."""
+        with self._lock:
+            if computed >= 32:
                 self._rates.setdefault(engine.url, _Rate()).add(ms, computed)
+            self.costs.learn_compute(engine.url, ms, computed, alone=alone)
+
+    def learn_read(self, engine: Engine, ms: float, computed: int, read: int, *, alone: bool) -> None:
+        """Notes what a prefill cost that read."""
+        with self._lock:
+            self.costs.learn_read(engine.url, ms, computed, read, alone=alone)
+
+    def learn_first_byte(self, engine: Engine, ms: float, computed: int, *, local: bool) -> None:
+        """Notes how long a decode engine took to its first byte, alone or with what a prefill engine had computed."""
+        with self._lock:
+            (self.costs.learn_local if local else self.costs.learn_handoff)(engine.url, ms, computed)
 
     def prefill_rate(self, engine: Engine | None) -> tuple[float, int] | None:
         """Milliseconds per computed token on an engine (of all prefill engines where none is named), and from how many

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 
 from .engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
 from .http_connection import Connection, Connections, HttpStream, Target, reason_of
+from .tls import client_context
 
 _HAPPY_EYEBALLS_S: Final = 0.25
 """Before the next of a host's addresses is tried too (RFC 8305, 5)."""
@@ -39,12 +40,15 @@ class HttpClient:
     Only `FailureKind.REFUSED` says that the engine cannot have seen the request. A connection that ends unanswered is
     `BROKEN` even where it had been idle in the pool, and no POST is sent twice; a GET, which changes nothing, is.
 
-    Each loop's connections close with the loop, or with `aclose()`. Private certificate authorities are those of
-    OpenSSL's `SSL_CERT_FILE`.
+    Each loop's connections close with the loop, or with `aclose()`. Private certificate authorities are those in `ca_file`, or
+    of OpenSSL's `SSL_CERT_FILE`.
     """
 
-    def __init__(self, *, connect_timeout_s: float = 5.0, api_key: str | None = None) -> None:
-        """`connect_timeout_s` covers name resolution and TLS."""
+    def __init__(
+        self, *, connect_timeout_s: float = 5.0, api_key: str | None = None, ca_file: str | None = None
+    ) -> None:
+        """`connect_timeout_s` covers name resolution and TLS. Raises `ConfigError` for a `ca_file` that cannot be used."""
+        self._tls = None if ca_file is None else client_context(ca_file)
         self._connect_timeout_s = connect_timeout_s
         self._authorization = None if api_key is None else f"Bearer {api_key}"
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
@@ -146,7 +150,7 @@ class HttpClient:
         return "\r\n".join(lines).encode()
 
     async def _connect(self, target: Target, connections: Connections) -> Connection:
-        options: dict[str, Any] = {"ssl": _tls()} if target.address[0] else {}
+        options: dict[str, Any] = {"ssl": self._tls or _tls()} if target.address[0] else {}
         if isinstance(connections.loop, asyncio.BaseEventLoop):  # uvloop tries one address after another
             options["happy_eyeballs_delay"] = _HAPPY_EYEBALLS_S
         try:
@@ -273,7 +277,7 @@ def _target(url: str) -> Target:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
+    return client_context(None)
 
 
 def _refused(target: Target, what: str) -> EngineFailure:

@@ -5,6 +5,7 @@ Invariants, whatever the interleaving of turns:
   most once. A shared one stays and can be taken by several turns, each of which says when it is done;
 - every handle that the ledger drops (superseded, expired, evicted, ended, flushed) is returned, to be released, once: at once,
   or a shared one when the last turn that has taken it is done;
+- a flush covers the turns that run: no handle that was taken, or is left, by a turn that began before it is filed after it;
 - a conversation keeps at most `max_branches` histories, the ledger at most `max_conversations` conversations and a tenant at
   most `max_conversations_per_tenant`, none of them silent for longer than `max_idle_s`; a tenant that is full makes room for
   itself, and in a ledger that is full the tenant that has most does;
@@ -123,6 +124,8 @@ class Taken(msgspec.Struct, frozen=True):
     forked_from: tuple[Key, int] | None = None
     """Key and generation of the parent conversation that the branch belongs to, where the request is the first one of a
     child that goes on from there. The parent keeps its branch."""
+    flushes: int = 0
+    """The ledger's count when the turn began: what it leaves after another flush may be KV of weights that are gone."""
 
     @property
     def extends(self) -> bool:
@@ -185,6 +188,8 @@ class MemoryLedger:
         self._takers: Counter[tuple[str, str]] = Counter()
         self._left: dict[tuple[str, str], Held] = {}
         """Shared handles that are no longer on file, and that running turns have taken."""
+        self.flushes = 0
+        """How often it was flushed."""
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -224,21 +229,21 @@ class MemoryLedger:
                     source = self._conversations[parent_key]
                     forked_from = (parent_key, source.generation)
             if not source.branches:
-                return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted)
+                return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted, flushes=self.flushes)
             branches = source.branches
             shared = [digests.common(chain, branch.chain) for branch in branches]
             best = max(range(len(shared)), key=lambda i: (shared[i], branches[i].held is not None, i))
             branch = branches[best]
             if forked_from is not None:
                 if not _is_fork(branch, shared[best]):
-                    return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted)
+                    return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted, flushes=self.flushes)
                 source.seen = now
                 self._touch(forked_from[0])
             if shared[best] >= digests.count(branch.chain):  # the others are the less recently used ones
                 branches.append(branches.pop(best))
                 shared.append(shared.pop(best))
                 best = -1
-            found = Taken(generation, turn, branch, None, None, shared[best], evicted, forked_from)
+            found = Taken(generation, turn, branch, None, None, shared[best], evicted, forked_from, self.flushes)
             if branch.held is None:
                 return msgspec.structs.replace(found, reason=branch.missing or Reason.NO_HANDLE)
             unusable = Reason.EXPIRED if now >= branch.held.deadline else usable(branch.held)
@@ -260,6 +265,9 @@ class MemoryLedger:
         with self._lock:
             if taken.held.shared:
                 return self._done(taken.held)
+            if taken.flushes != self.flushes:
+                self._replace(key, taken, held=None, missing=Reason.FLUSHED)
+                return (taken.held,)
             if self._replace(key, taken, held=taken.held, missing=None):
                 self._watch(_filed(key, taken)[0], taken.held)  # its deadline may have passed meanwhile
                 return ()
@@ -298,6 +306,10 @@ class MemoryLedger:
             self._touch(key)
             if branch.held is not None and branch.held.name in self._left:  # dropped while the turn ran
                 branch = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE)
+            flushed: tuple[Held, ...] = ()
+            if branch.held is not None and taken.flushes != self.flushes:
+                flushed = self._free([branch.held])
+                branch = msgspec.structs.replace(branch, held=None, missing=Reason.FLUSHED)
             replaced: list[Branch] = []
             index = self._index(conversation, taken.branch)
             if index is not None and taken.supersedes:
@@ -309,7 +321,7 @@ class MemoryLedger:
                 replaced.append(conversation.branches.pop(0))
             kept = {held.name for held in _handles(conversation.branches)}
             drop = self._free(held for held in _handles(replaced) if held.name not in kept)
-            return evicted + drop + self._done(done) + self._file_history(key, conversation)
+            return evicted + flushed + drop + self._done(done) + self._file_history(key, conversation)
 
     def find(self, key: Key, chain: bytes) -> str | None:
         """The conversation without a name whose history `chain` continues, of those that share all of `key` but the
@@ -388,12 +400,18 @@ class MemoryLedger:
         )
 
     def flush(self) -> tuple[Held, ...]:
-        """Drops every handle, as before a weight update; the histories stay. Returns the handles to release."""
-        return self._drop_everywhere(lambda held: True, Reason.FLUSHED)
+        """Drops every handle, as for a weight update; the histories stay. What turns that are running have taken or leave is not
+        filed either. Returns the handles to release."""
+        with self._lock:
+            self.flushes += 1
+            return self._drop_all(lambda held: True, Reason.FLUSHED)
 
     def _drop_everywhere(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
         with self._lock:
-            return tuple(held for key in self._conversations for held in self._drop(key, condition, reason))
+            return self._drop_all(condition, reason)
+
+    def _drop_all(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
+        return tuple(held for key in self._conversations for held in self._drop(key, condition, reason))
 
     def _drop(self, key: Key, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
         dropped: list[Held] = []

@@ -38,7 +38,7 @@ class PairChecks:
     ) -> None:
         self._client = client
         self._fleet = fleet
-        self._config = config
+        self.config = config
         self._clock = clock
         self._spawn = spawn
         self._running: dict[tuple[asyncio.AbstractEventLoop, str, str], asyncio.Task[None]] = {}
@@ -46,7 +46,7 @@ class PairChecks:
 
     def wanted(self, prefill: str, decode: str) -> bool:
         """Whether it is to be found out."""
-        return self._config.check_pairs and not self._fleet.is_checked(prefill, decode)
+        return self.config.check_pairs and not self._fleet.is_checked(prefill, decode)
 
     def due(self, now: float) -> bool:
         """Whether to try again what was unsafe."""
@@ -82,8 +82,8 @@ class PairChecks:
         holder = self._fleet.get(decode)
         if holder is None:
             return
-        timeout_s = min(_TIMEOUT_S, self._config.prefill_timeout_s)
-        threshold = self._config.kv_recompute_threshold
+        timeout_s = min(_TIMEOUT_S, self.config.prefill_timeout_s)
+        threshold = self.config.kv_recompute_threshold
         found = await exchange(self._client, prefill, holder, threshold=threshold, timeout_s=timeout_s)
         self._checked = self._clock()
         if found.verdict.unsafe:

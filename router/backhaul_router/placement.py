@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import msgspec
 
 from . import digests
 from .config import RouterConfig
 from .fleet import Engine, Fleet, Role
 from .ledger import Branch, Taken
-from .report import Proof, Reason, Route
+from .load import MARGIN, MARGIN_MS
+from .report import Basis, Proof, Reason, Route
+
+LOCAL_REACH = 16
+"""By so much may measured rates exceed `local_max_tokens`."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -40,6 +47,13 @@ class Placement(msgspec.Struct, frozen=True):
     proof: Proof | None = None
     blocks: int = 0
     """Leading blocks of the handle to read, when the turn is `warm`."""
+    computes: int = 0
+    """Estimate of the tokens that the first engine will compute."""
+    basis: Basis | None = None
+    estimates: Mapping[Route, float] | None = None
+    """Milliseconds to the first byte."""
+    instead_of: Route | None = None
+    """What the thresholds say, where the estimates say otherwise."""
 
 
 class NoEngine(msgspec.Struct, frozen=True):
@@ -74,7 +88,7 @@ def place(
     force: Route | None = None,
     without: frozenset[str] = frozenset(),
 ) -> Placement | NoEngine:
-    """The route of a turn, by thresholds.
+    """The route of a turn: by thresholds, unless what was measured says that another one is clearly faster.
 
     `warm` where the ledger has a usable handle that P can check by its digests, or whose leading blocks are proven to be the
     prompt's, of at least `kv_recompute_threshold` tokens. `local` where D has the history and the suffix that it lacks is at
@@ -87,19 +101,121 @@ def place(
     prefill = _prefill(taken, fleet, without)
     offer = _offer(prompt, taken, prefill, fleet, config, no_proof)
     has_history = branch is not None and branch.decode == decode.url
-    local = Placement(Route.LOCAL, decode, reason=offer.reason, proof=Proof.ENGINE)
+    lacking = _uncached(prompt, branch) if branch is not None and has_history else 0
     if force is Route.LOCAL and has_history:
-        return local
-    short = has_history and branch is not None and _uncached(prompt, branch) <= config.local_max_tokens
-    if force is None and short and _history_is_safe(taken, offer):
-        return Placement(Route.LOCAL, decode, proof=Proof.ENGINE)
+        return Placement(Route.LOCAL, decode, None, offer.reason, Proof.ENGINE, computes=lacking, basis=Basis.FORCED)
+    may_be_local = force is None and has_history and _history_is_safe(taken, offer)
+    short = may_be_local and lacking <= config.local_max_tokens
     if prefill is None:
-        return NoEngine(Role.PREFILL)
+        if not short:
+            return NoEngine(Role.PREFILL)
+        return Placement(Route.LOCAL, decode, proof=Proof.ENGINE, computes=lacking, basis=Basis.THRESHOLDS)
     if offer.reason is None and held is not None and prefill.url in fleet.unsafe_for(held.decode):
         offer = _Offer(Reason.UNSAFE_PAIR)
-    if offer.reason is None and force is not Route.COLD:
-        return Placement(Route.WARM, decode, prefill, proof=offer.proof, blocks=offer.blocks)
-    return Placement(Route.COLD, decode, prefill, reason=offer.reason or Reason.REUSE_OFF)
+    total = _length(prompt, branch)
+    computes = {Route.COLD: total}
+    if offer.reason is None:
+        read = offer.blocks * prompt.block_size if offer.proof is Proof.TOKENS or held is None else held.tokens
+        computes[Route.WARM] = max(1, total - read)
+    if may_be_local and (short or lacking <= _local_limit(decode, fleet, config)):
+        computes[Route.LOCAL] = lacking
+    by_rule = Route.WARM if offer.reason is None and force is not Route.COLD else Route.COLD
+    if force is not None:
+        choice = _Choice(by_rule, Basis.FORCED)
+    else:
+        choice = _choose(Route.LOCAL if short else by_rule, computes, decode, prefill, fleet, config.place_by_cost)
+    basis, estimates, instead_of = choice.basis, choice.estimates, choice.instead_of
+    match choice.route:
+        case Route.LOCAL:
+            return Placement(Route.LOCAL, decode, None, None, Proof.ENGINE, 0, lacking, basis, estimates, instead_of)
+        case Route.WARM:
+            new = computes[Route.WARM]
+            return Placement(
+                Route.WARM, decode, prefill, None, offer.proof, offer.blocks, new, basis, estimates, instead_of
+            )
+    reason = offer.reason or (Reason.SLOWER if choice.basis is Basis.ESTIMATES else Reason.REUSE_OFF)
+    # most of it is in its own cache, where P had the last turn and has a cache
+    new = total if branch is None or branch.prefill != prefill.url else max(1, total - branch.tokens)
+    return Placement(Route.COLD, decode, prefill, reason, None, 0, new, basis, estimates, instead_of)
+
+
+def _local_limit(decode: Engine, fleet: Fleet, config: RouterConfig) -> int:
+    """Tokens up to which a turn may run on D alone, if that is measured to be faster. A stock D leaves no handle behind such a
+    turn, so what it computes is lost to the turns that follow: there the configured threshold stays."""
+    if decode.connector is None or not config.place_by_cost:
+        return config.local_max_tokens
+    measured = min(LOCAL_REACH * config.local_max_tokens, fleet.costs.local_reach(decode.url))
+    return max(config.local_max_tokens, measured)
+
+
+class _Choice(NamedTuple):
+    route: Route
+    basis: Basis | None
+    estimates: Mapping[Route, float] | None = None
+    instead_of: Route | None = None
+
+
+def _choose(
+    by_rule: Route, computes: Mapping[Route, int], decode: Engine, prefill: Engine, fleet: Fleet, by_cost: bool
+) -> _Choice:
+    """The rule's route, or one that is estimated to be clearly faster. `computes` has the routes that are possible, with the
+    tokens that are computed there."""
+    if len(computes) == 1:
+        return _Choice(by_rule, None)
+    estimates = _estimates(computes, decode, prefill, fleet)
+    usual = estimates.get(by_rule)
+    if usual is None or len(estimates) == 1 or not by_cost:
+        return _Choice(by_rule, Basis.THRESHOLDS, estimates)
+    best = min(estimates, key=estimates.__getitem__)
+    if not usual > estimates[best] * (1 + MARGIN) + MARGIN_MS:
+        return _Choice(by_rule, Basis.THRESHOLDS, estimates)
+    first = decode if by_rule is Route.LOCAL else prefill
+    if fleet.costs.overdue(first.url, by_rule):
+        return _Choice(by_rule, Basis.MEASURING, estimates)
+    return _Choice(best, Basis.ESTIMATES, estimates, by_rule)
+
+
+def _estimates(computes: Mapping[Route, int], decode: Engine, prefill: Engine, fleet: Fleet) -> dict[Route, float]:
+    """Milliseconds to the first byte, of the routes of which every step has been measured."""
+    costs, found = fleet.costs, dict[Route, float]()
+    lacking = computes.get(Route.LOCAL)
+    if lacking is not None and (ms := costs.local(decode.url, lacking)) is not None:
+        found[Route.LOCAL] = ms
+    total, new = computes[Route.COLD], computes.get(Route.WARM)
+    if (computing := costs.compute(prefill.url, total)) is None:
+        return found
+    queue_ms = fleet.queue_ms(prefill)
+    found[Route.COLD] = queue_ms + computing + costs.handoff(decode.url, total)
+    if new is not None:
+        computing, reading = costs.compute(prefill.url, new), costs.read(prefill.url, total - new)
+        if computing is not None and reading is not None:
+            found[Route.WARM] = queue_ms + reading + computing + costs.handoff(decode.url, new)
+    return found
+
+
+def first_engine(placement: Placement) -> Engine:
+    """The one that computes the prompt's new tokens."""
+    return placement.prefill or placement.decode
+
+
+def why_moved(placement: Placement, branch: Branch | None, fleet: Fleet, failed_on: frozenset[str]) -> dict[str, str]:
+    """The engines of the turn before that this one leaves, by URL, with the reason (`ReuseReport.moved`)."""
+    if branch is None:
+        return {}
+    moved = {}
+    for before, now in ((branch.prefill, placement.prefill), (branch.decode, placement.decode)):
+        if before is None or now is None or before == now.url:
+            continue
+        if before in failed_on:
+            why = "failed"
+        elif (engine := fleet.get(before)) is None:
+            why = "gone"
+        elif not fleet.available(engine):
+            why = "unavailable"
+        else:
+            why = "full" if fleet.load.is_full(before) else "busy"
+        moved[before] = f"{now.role}:{why}"
+    return moved
 
 
 def needs_ids(taken: Taken, fleet: Fleet) -> bool:
@@ -115,13 +231,17 @@ def needs_ids(taken: Taken, fleet: Fleet) -> bool:
 def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | None:
     """The P that computed the last turn, unless it cannot read what D holds; else, of those that can, one that checks the
     handle by itself."""
-    preferred = taken.branch.prefill if taken.branch else None
-    if taken.held is None:
-        return fleet.pick(Role.PREFILL, preferred, without)
-    able = without | fleet.unsafe_for(taken.held.decode)
-    verifying = taken.held.handle.digests
-    found = fleet.pick(Role.PREFILL, preferred, able, verifying=verifying)
-    return found if found is not None and fleet.available(found) else fleet.pick(Role.PREFILL, preferred, without)
+    branch, held = taken.branch, taken.held
+    if branch is None:
+        return fleet.pick(Role.PREFILL, None, without)
+    moving_ms = fleet.costs.moving_ms(branch.prefill or "", branch.tokens, readable=held is not None)
+    if held is None:
+        return fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
+    able = without | fleet.unsafe_for(held.decode)
+    found = fleet.pick(Role.PREFILL, branch.prefill, able, verifying=held.handle.digests, moving_ms=moving_ms)
+    if found is not None and fleet.available(found):
+        return found
+    return fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
 
 
 def _offer(
@@ -149,6 +269,17 @@ def _offer(
         whole = blocks == kept or taken.diverged_at is None
         return _Offer(Reason.BELOW_THRESHOLD if whole else Reason.DIVERGED)
     return _Offer(proof=Proof.TOKENS, blocks=blocks)
+
+
+def _length(prompt: Prompt, branch: Branch | None) -> int:
+    """Tokens of the prompt: exact where they are known, else estimated from its bytes, and those per token of the history."""
+    if prompt.tokens is not None:
+        return prompt.tokens
+    if branch is None or not branch.prompt_tokens:
+        return max(1, round(prompt.message_bytes / 4.0))
+    per_token = branch.message_bytes / branch.prompt_tokens
+    grown = (prompt.message_bytes - branch.message_bytes) / max(per_token, 0.1)
+    return max(1, branch.prompt_tokens + round(grown))
 
 
 def _uncached(prompt: Prompt, branch: Branch) -> int:

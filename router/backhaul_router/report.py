@@ -19,6 +19,19 @@ class Route(enum.StrEnum):
     """The decode engine ran the turn alone, on its own prefix cache."""
 
 
+class Basis(enum.StrEnum):
+    """What decided a turn's route."""
+
+    THRESHOLDS = "thresholds"
+    """The configured ones: nothing is known to be clearly faster."""
+    ESTIMATES = "estimates"
+    """By `estimates`, another route than the thresholds' was clearly faster."""
+    MEASURING = "measuring"
+    """The thresholds' route, although it was estimated to be slower: its estimate is old."""
+    FORCED = "forced"
+    """Configuration or the request."""
+
+
 class Proof(enum.StrEnum):
     """What shows that the KV that a turn reused belongs to its own tokens."""
 
@@ -61,6 +74,8 @@ class Reason(enum.StrEnum):
     """This prefill engine cannot read from that decode engine: it was tried, and `backhaul doctor` says how it failed."""
     MULTIPLE_CHOICES = "multiple_choices"
     """`n`, `best_of` or beam search ask for several sequences, and a handle serves one."""
+    SLOWER = "slower"
+    """By what was measured, reading the history takes clearly longer than computing it."""
     REUSE_OFF = "reuse_off"
     """Reuse is switched off, by configuration or for this turn."""
     FLUSHED = "flushed"
@@ -91,6 +106,14 @@ class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     identity_source: str | None = None
     """Where the conversation id came from, such as `header:x-conversation-id`, `scope`, or `history` where the request
     names none and is known by its messages."""
+    decided_by: Basis | None = None
+    """What decided the route; `None` where there was nothing to decide."""
+    estimates: dict[str, float] | None = None
+    """Milliseconds to the first byte, rendering aside, that the routes were estimated at which the turn could take, where the
+    engines have been measured. `None` before that."""
+    moved: str | None = None
+    """Why the turn left an engine of the turn before: its role and `full`, `busy`, `failed` (in this turn),
+    `unavailable` (it drains, or fails) or `gone`, such as `decode:full`; both, with a comma between, where it left both."""
     parent: str | None = None
     """The conversation that this one is a child of, as a sub-agent's is."""
     diverged_at: int | None = None

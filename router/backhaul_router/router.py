@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import time
 import uuid
 from collections import deque
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from . import digests, engine_changes, salts, suspects, wire
+from . import digests, engine_changes, logs, salts, suspects, wire
 from .audit import AuditLine, compare
 from .breakers import Who
 from .config import RouterConfig
@@ -56,12 +57,14 @@ from .identity import HEADERS, Identity, IdentityError, identify, with_parent
 from .known_responses import KnownResponses
 from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key, MemoryLedger
+from .load_polling import LoadPolling
 from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe
 from .probing import Prober
 from .report import Reason, ReuseReport, Route
 from .scope import ConversationScope, parent_of
+from .spans import NO_SPANS, Spans, Tracing
 from .sse import EventSplitter
 from .stream import cleaned
 from .suspects import Suspects
@@ -155,10 +158,16 @@ class Router:
         client: EngineClient | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_report: Callable[[ReuseReport], None] | None = None,
+        tracing: Tracing | None = None,
+        seed: int | None = None,
     ) -> None:
+        """A router draws lots between engines that are equal, lest all routers begin with the same one; `seed` fixes how they
+        fall, and with 0 the first one is taken."""
         self.config = config
+        self.tracing = tracing
+        self._seed = random.randrange(1, 2**32) if seed is None else seed
         self.client: EngineClient = client or HttpClient(
-            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key
+            connect_timeout_s=config.connect_timeout_s, api_key=config.api_key, ca_file=config.engine_ca_file
         )
         self.clock = clock
         self.responses = KnownResponses()
@@ -174,6 +183,7 @@ class Router:
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
         self._pairs: PairChecks | None = None
+        self._polling: LoadPolling | None = None
         self._prober: Prober | None = None
         self.engine_urls = [url.encode() for url in (*config.prefill, *config.decode)]
         """Of every engine that is or was there; errors for clients elsewhere must not show them."""
@@ -219,7 +229,8 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found)
+            self._fleet = Fleet(found, self._seed)
+            self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
             self._prober = Prober(self.client, self._fleet, self._leases.release, lambda drop: self.perform(drop, None))
@@ -244,13 +255,15 @@ class Router:
     async def _ask_absent(self) -> None:
         for url, role in list(self._absent.items()):
             try:
-                self.fleet.add(await describe(self.client, url, role))
+                engine = await describe(self.client, url, role)
+                if url in self._absent:  # still wanted
+                    self.fleet.add(engine)
             except Unreachable as error:
                 log.info("still left out: %s engine %s", role, error)
             except ConfigError as error:
                 log.error("left out: %s", error)  # noqa: TRY400
             else:
-                del self._absent[url]
+                self._absent.pop(url, None)
 
     async def add_engine(self, role: Role, url: str) -> Engine:
         """Lets turns go to another engine from now on, or again to one that drains. Raises `ConfigError`."""
@@ -264,6 +277,21 @@ class Router:
         """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
         `ConfigError`."""
         await engine_changes.remove_engine(self, url, within_s=within_s)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Has turns that begin from now on follow `config`. Engines, connections and the ledger stay as they are."""
+        self.config = config
+        if self._pairs is not None:
+            self._pairs.config = config
+
+    def forget_absent(self, url: str) -> bool:
+        """Does not ask an engine any more that has not answered yet. Returns whether there was one."""
+        return self._absent.pop(url, None) is not None
+
+    @property
+    def absent(self) -> Mapping[str, Role]:
+        """Configured engines that have not answered yet."""
+        return dict(self._absent)
 
     def note_added(self, url: str) -> None:
         self._absent.pop(url, None)
@@ -322,6 +350,8 @@ class Router:
         self._end(self.ledger.sweep(now))
         if self.pairs.due(now):
             self._spawn(self.pairs.check_unsafe_again())
+        if self._polling is not None and self._polling.due(now):
+            self._spawn(self._polling.poll(now))
         if self.fleet.breaker.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
@@ -330,9 +360,12 @@ class Router:
         if identity is None or identity.by_history:
             identity = self._by_history(facts, chain, identity, request.tenant)
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, request.tenant, chain)
+        spans = NO_SPANS if self.tracing is None else self.tracing.begin(turn, headers)
         turn.deaths = deaths
+        turn.flushes = self.ledger.flushes
+        logs.note(turn)
         run = _Run(
-            self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None)
+            self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None), spans
         )
         return await run.start()
 
@@ -412,6 +445,7 @@ class Router:
 
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
+        self._no_longer_load(conversation, tenant)
         await self._end_now(self.ledger.forget(conversation, tenant))
 
     def renewable(self, conversation: str, tenant: str = "") -> bool:
@@ -431,12 +465,17 @@ class Router:
 
     def forget(self, conversation: str, tenant: str = "") -> None:
         """As `end_conversation`, which releases in the background."""
+        self._no_longer_load(conversation, tenant)
         self._end(self.ledger.forget(conversation, tenant))
+
+    def _no_longer_load(self, conversation: str, tenant: str) -> None:
+        if self._fleet is not None:
+            self._fleet.end_conversation(conversation, tenant)
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
-        run our connector end all of their leases, other routers' too. Turns that are running now are not covered: pause them
-        first.
+        run our connector end all of their leases, other routers' too. Turns that are running now end as they would, and what they
+        leave is released instead of filed. Turns that begin before the update is done are not covered: flush after it.
 
         Raises `LeaseError` when such an engine did not do it: what it holds can still be read."""
         dropped = self.ledger.flush()
@@ -598,7 +637,15 @@ class Router:
 class _Run:
     """One turn being driven; also the reply that its client reads."""
 
-    def __init__(self, router: Router, turn: Turn, scope: ConversationScope | None, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        turn: Turn,
+        scope: ConversationScope | None,
+        headers: Mapping[str, str],
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        self._spans = spans
         self.status = 0
         self.headers: Headers = ()
         self._router = router
@@ -689,6 +736,7 @@ class _Run:
                     self._router.perform(action, self._scope)
                     if isinstance(action, Record):
                         self._end_after(action.report)
+                        self._spans.end(action.report)
 
     def _end_after(self, report: ReuseReport) -> None:
         """A last turn ends its conversation; one that failed may be tried again first."""
@@ -706,28 +754,33 @@ class _Run:
                 await self._router.pairs.check(prefill, decode)
                 return Checked()
             case Call(leg, engine, path, body, timeout_s):
-                call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
-                self._router.fleet.begin(engine)
+                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s)
+                tokens = self._turn.computes if leg is Leg.PREFILL else 0
+                self._router.fleet.begin(engine, tokens)
                 try:
                     answer = await self._router.client.call(call)
                 except EngineFailure as failure:
+                    self._spans.failed(failure)
                     self._note(engine, leg, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
-                    self._router.fleet.end(engine)
+                    self._router.fleet.end(engine, tokens)
+                self._spans.answered(answer.status)
                 self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
-                call = EngineCall(engine.url + path, body, self._next_headers(), timeout_s)
+                call = EngineCall(engine.url + path, body, self._next_headers(Leg.DECODE, engine), timeout_s)
                 self._router.fleet.begin(engine)
                 self._decoding = engine
                 try:
                     self._stream = await self._router.client.open(call)
                 except EngineFailure as failure:
+                    self._spans.failed(failure)
                     self._note(engine, Leg.DECODE, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 self._chunks = aiter(self._stream)
+                self._spans.answered(self._stream.status)
                 if self._stream.status >= 500:
                     self._note(engine, Leg.DECODE, FailureKind.ERROR)
                 return Opened(self._stream.status, self._stream.headers)
@@ -746,6 +799,7 @@ class _Run:
             self._chunks = None
             return Ended()
         except EngineFailure as failure:
+            self._spans.failed(failure)
             if self._decoding is not None:
                 self._note(self._decoding, Leg.DECODE, failure.kind)
             return Failed(failure.kind, f"{self._decoding}: {failure.message}")
@@ -766,11 +820,12 @@ class _Run:
         if router.fleet.breaker.any_open:
             router.look_after_engines()
 
-    def _next_headers(self) -> dict[str, str]:
+    def _next_headers(self, leg: Leg, engine: Engine) -> dict[str, str]:
         """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""
         self._calls += 1
         headers = dict(self._engine_headers)
         headers["x-request-id"] += f"-{self._calls}"
+        self._spans.begin(leg, engine, headers)
         return headers
 
     async def _close_stream(self, *, drain: bool) -> None:

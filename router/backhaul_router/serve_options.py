@@ -1,25 +1,46 @@
-"""The options of `backhaul serve`: the engines, the address, and one for each setting of `RouterConfig`."""
+"""The options of `backhaul serve`: one for every setting that is no secret. What is given goes before the configuration file."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
 
-from .config import RouterConfig
-from .report import Route
+from .settings import ENGINE_KEY_VARIABLE, SETTINGS, Setting, Settings, load
 
-API_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
-"""What the engines want as a bearer token. Not an option: everybody on a machine can read command lines."""
-
-_ELSEWHERE = ("prefill", "decode", "api_key")
+_TITLES = {"server": "server", "engines": "engines", "limits": "limits", "router": "settings"}
 _HELP: Mapping[str, tuple[str, str]] = {
-    "reuse": ("", "run every turn cold, and release what it leaves"),
+    "prefill": ("URL", "repeat for several engines"),
+    "decode": ("URL", "repeat for several engines"),
+    "engine_ca_file": ("FILE", "authorities to trust engines behind https by, PEM (default: the system's)"),
+    "host": ("HOST", "where it listens"),
+    "port": ("PORT", "0 takes a free one"),
+    "grace_s": ("SECONDS", "how long requests may take to finish when it is told to stop"),
+    "shutdown_delay_s": (
+        "SECONDS",
+        "how long it goes on before that, with /ready at 503, so that nothing new is sent to it",
+    ),
+    "tls_cert": ("FILE", "serve https with this certificate and those that lead to its authority, PEM"),
+    "tls_key": ("FILE", "the certificate's private key (default: in the certificate's file)"),
+    "log_format": ("", "what its log looks like"),
+    "log_turns": ("", "whether the log has a line for each turn"),
+    "metrics_public": ("", "whether /metrics answers to clients on other machines"),
+    "otlp_endpoint": (
+        "URL",
+        "OpenTelemetry collector for spans of every turn, as http://host:4318 (or OTEL_EXPORTER_OTLP_ENDPOINT)",
+    ),
+    "api_keys": (
+        "FILE",
+        "TOML with [tenants.NAME] keys = [...]: who may ask (or BACKHAUL_API_KEYS=name=key,...; default: everybody)",
+    ),
+    "max_concurrent_turns": ("N", "turns that run at a time; 0 is no limit"),
+    "max_queued_turns": ("N", "turns that wait for one to end; more are answered 429"),
+    "queue_timeout_s": ("SECONDS", "longest wait; a turn that still has no place then is answered 503"),
+    "reuse": ("", "without: run every turn cold, and release what it leaves"),
     "match_history": (
         "",
-        "do not go by the messages of requests that name no conversation: they leave nothing to reuse",
+        "whether requests that name no conversation go by their messages; without, they leave nothing to reuse",
     ),
     "exact_histories": ("", "put the engine's own tokens in place of an answer that comes back as other tokens"),
     "route": ("", "force a route wherever it is possible and exact"),
@@ -27,10 +48,12 @@ _HELP: Mapping[str, tuple[str, str]] = {
     "lease_margin_s": ("SECONDS", "a handle is not used in the last seconds before its lease ends"),
     "kv_recompute_threshold": ("TOKENS", "fewer reusable tokens than these are computed rather than read"),
     "local_max_tokens": ("TOKENS", "an uncached suffix of at most this length runs on the decode engine alone"),
+    "place_by_cost": ("", "choose routes by the thresholds alone, whatever was measured"),
+    "load_interval_s": ("SECONDS", "how often engines are asked for their load, where a role has several; 0 never"),
     "prefill_timeout_s": ("SECONDS", "limit of a prefill"),
     "check_pairs": (
         "",
-        "do not try whether a stock prefill engine can read from a decode engine before it is asked to",
+        "whether to try if a stock prefill engine can read from a decode engine before it is asked to",
     ),
     "decode_timeout_s": ("SECONDS", "longest silence of a decode engine"),
     "connect_timeout_s": ("SECONDS", "limit of connecting to an engine"),
@@ -43,41 +66,42 @@ _HELP: Mapping[str, tuple[str, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; defaults are those of `RouterConfig`."""
-    for role in ("prefill", "decode"):
-        parser.add_argument(
-            f"--{role}", action="append", required=True, metavar="URL", help="repeat for several engines"
-        )
-    settings = parser.add_argument_group("settings")
-    for field in dataclasses.fields(RouterConfig):
-        if field.name not in _ELSEWHERE:
-            _add_setting(settings, field)
+    """Declares the options. Those that are not given are not in the namespace: the file and the defaults count."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML; options that are given go before it")
+    parser.add_argument(
+        "--check", action="store_true", help="say what is wrong with the configuration, ask no engine, and end"
+    )
+    for table, title in _TITLES.items():
+        group = parser.add_argument_group(title)
+        for setting in SETTINGS:
+            if setting.table == table and not setting.secret:
+                _add_setting(group, setting)
 
 
-def _add_setting(settings: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    flag = field.name.replace("_", "-")
-    metavar, text = _HELP.get(field.name, ("VALUE", ""))
-    if isinstance(field.default, bool):
-        if field.default:
-            settings.add_argument(f"--no-{flag}", dest=field.name, action="store_false", help=text)
-        else:
-            settings.add_argument(f"--{flag}", action="store_true", help=text)
-    elif field.name == "route":
-        settings.add_argument("--route", choices=[str(route) for route in Route], help=text)
-    elif isinstance(field.default, int | float):
-        kind = type(field.default)
-        shown = f"{text} (default: %(default)s)".strip()
-        settings.add_argument(f"--{flag}", type=kind, default=field.default, metavar=metavar, help=shown)
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    flag = f"--{setting.name.replace('_', '-')}"
+    metavar, text = _HELP.get(setting.name, ("VALUE", ""))
+    if setting.default is not None:
+        default = "yes" if setting.default is True else "no" if setting.default is False else setting.default
+        text = f"{text} (default: {default})".strip()
+    if setting.kind is bool:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
+    elif setting.kind is list:
+        group.add_argument(flag, action="append", default=argparse.SUPPRESS, metavar=metavar, help=text)
+    elif setting.kind in (int, float, str):
+        group.add_argument(flag, type=setting.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
     else:
-        settings.add_argument(f"--{flag}", default=field.default, metavar=metavar, help=text)
+        choices = [str(one) for one in setting.kind]
+        group.add_argument(flag, choices=choices, default=argparse.SUPPRESS, help=text)
 
 
-def config_from(args: argparse.Namespace) -> RouterConfig:
-    """The configuration that the options and the environment describe. Raises `ConfigError`."""
-    names = [field.name for field in dataclasses.fields(RouterConfig) if field.name not in _ELSEWHERE]
-    settings = {name: getattr(args, name) for name in names}
-    return RouterConfig(prefill=args.prefill, decode=args.decode, api_key=engine_api_key(), **settings)
+def settings_from(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Settings:
+    """What the options, their file and the environment come to; may be called again, and reads the file anew. Raises
+    `ConfigError`."""
+    given = vars(args)
+    return load(args.config, {one.name: given[one.name] for one in SETTINGS if one.name in given}, environ)
 
 
 def engine_api_key() -> str | None:
-    return os.environ.get(API_KEY_VARIABLE) or None
+    return os.environ.get(ENGINE_KEY_VARIABLE) or None

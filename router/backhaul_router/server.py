@@ -1,7 +1,8 @@
 """`serve`: the ASGI application on uvicorn, until a signal comes. Needs the extra `server`.
 
-At the end requests finish within a grace time, and what the engines hold for conversations is released. A second Ctrl-C does
-not wait for requests. A server that is killed leaves its leases to their TTL, and no process.
+At the end `/ready` says so first, for as long as `shutdown_delay_s`; then requests finish within a grace time, and what the
+engines hold for conversations is released. A second Ctrl-C does not wait for requests. A server that is killed leaves its leases
+to their TTL, and no process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -20,15 +22,19 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from .admission import Limits
 from .asgi import App, is_loopback, make_app
 from .config import RouterConfig
 from .errors import ConfigError
 from .http_limits import LimitedHttp
+from .otlp import tracing_from
+from .reload import Reload
+from .settings import ServerSettings, Settings
 from .tenants import KEYS_VARIABLE, NO_TENANTS, Tenants
+from .tls import server_context
 
 log = logging.getLogger("backhaul")
 
-DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 GRACE_S = 30.0
 
@@ -40,21 +46,13 @@ _CLEANUP_S = 5.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def serve(
-    config: RouterConfig,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    *,
-    grace_s: float = GRACE_S,
-    metrics_public: bool = True,
-    tenants: Tenants = NO_TENANTS,
-) -> None:
-    """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one.
+def serve(settings: Settings, load: Callable[[], Settings] | None = None) -> None:
+    """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one. `load` reads the settings again.
 
     Raises `ConfigError`: the address cannot be used, or the engines cannot."""
-    with listen(host, port) as listener:
-        started = functools.partial(_say_how_to_reach, asks_for_key=bool(tenants))
-        serve_on(listener, config, grace_s=grace_s, metrics_public=metrics_public, started=started, tenants=tenants)
+    with listen(settings.server.host, settings.server.port) as listener:
+        started = functools.partial(_say_how_to_reach, asks_for_key=bool(settings.tenants))
+        serve_settings(listener, settings, load, started=started)
 
 
 def _say_how_to_reach(url: str, *, asks_for_key: bool) -> None:
@@ -71,13 +69,39 @@ def serve_on(
     check: Callable[[], None] = lambda: None,
     tenants: Tenants = NO_TENANTS,
 ) -> None:
-    """The same on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is
-    called all along; what it raises ends the server at once."""
+    """As `serve_settings`, with those settings and the defaults."""
+    of_server = ServerSettings(grace_s=grace_s, metrics_public=metrics_public)
+    settings = Settings(router=config, server=of_server, limits=Limits(), tenants=tenants)
+    serve_settings(listener, settings, started=started, check=check)
+
+
+def serve_settings(
+    listener: socket.socket,
+    settings: Settings,
+    load: Callable[[], Settings] | None = None,
+    *,
+    started: Callable[[str], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """As `serve`, on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is called
+    all along; what it raises ends the server at once."""
+    of_server = settings.server
+    tls = None if of_server.tls_cert is None else server_context(of_server.tls_cert, of_server.tls_key)
+    if not settings.tenants:
+        _warn_where_anybody_may_ask(listener)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if not tenants:
-            _warn_where_anybody_may_ask(listener)
-        app = make_app(config, tenants, metrics_public=metrics_public)
-        runner.run(_serve(app, listener, grace_s, started, check))
+        app = make_app(
+            settings.router,
+            settings.tenants,
+            metrics_public=of_server.metrics_public,
+            limits=settings.limits,
+            log_turns=of_server.log_turns,
+            tracing=tracing_from(of_server.otlp_endpoint),
+        )
+        app.admin.set_key(settings.admin_key)
+        if load is not None:
+            app.admin.reload = Reload(app, settings, load, tls)
+        runner.run(_serve(app, listener, of_server, tls, started, check))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -101,11 +125,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def base_url(listener: socket.socket) -> str:
+def base_url(listener: socket.socket, scheme: str = "http") -> str:
     """What clients on this machine take as `base_url=`."""
     host, port = listener.getsockname()[:2]
     host = _ANY_ADDRESS.get(host, host)
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
 
 
 def how_to_reach(url: str, key: str = "none") -> str:
@@ -135,8 +159,10 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, app: App, delay_s: float, started: Callable[[], None]) -> None:
         super().__init__(config)
+        self._app = app
+        self._delay_s = delay_s
         self._say_started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -144,8 +170,16 @@ class _Server(uvicorn.Server):
         self._say_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            asyncio.get_running_loop().call_soon_threadsafe(self.end_now)
+        loop = asyncio.get_running_loop()
+        if self._app.stopping:
+            loop.call_soon_threadsafe(self.end_now)
+        elif self._delay_s:
+            loop.call_soon_threadsafe(loop.call_later, self._delay_s, self._end)
+        else:
+            self.should_exit = True
+        self._app.stopping = True
+
+    def _end(self) -> None:
         self.should_exit = True
 
     def end_now(self) -> None:
@@ -169,9 +203,14 @@ class _Server(uvicorn.Server):
 
 
 async def _serve(
-    app: App, listener: socket.socket, grace_s: float, started: Callable[[str], None], check: Callable[[], None]
+    app: App,
+    listener: socket.socket,
+    settings: ServerSettings,
+    tls: ssl.SSLContext | None,
+    started: Callable[[str], None],
+    check: Callable[[], None],
 ) -> None:
-    settings = uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=LimitedHttp,
         ws="none",
@@ -183,11 +222,14 @@ async def _serve(
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(grace_s)),
+        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
     )
+    config.load()
+    config.ssl = tls
+    url = base_url(listener, "http" if tls is None else "https")
     try:
         await app.connect()
-        server = _Server(settings, lambda: started(base_url(listener)))
+        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url))
         watch = asyncio.create_task(_watch(check, server))
         try:
             await server.serve(sockets=[listener])

@@ -130,7 +130,8 @@ class _Transport:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             portal.abandon(self._router)
-            self._router = Router(self._router.config, on_report=self._router.on_report)
+            old = self._router
+            self._router = Router(old.config, on_report=old.on_report, tracing=old.tracing)
             self._finalizer = None
 
     def _disarm(self) -> None:

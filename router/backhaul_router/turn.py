@@ -67,7 +67,7 @@ from .fleet import Engine, Fleet, Holder, Role
 from .hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
-from .placement import NoEngine, Placement, Prompt, needs_ids, place
+from .placement import NoEngine, Placement, Prompt, first_engine, needs_ids, place, why_moved
 from .report import Proof, Reason, ReuseReport, Route
 from .stream import StreamFilter, stream_filter
 
@@ -129,6 +129,8 @@ class Turn:
     tenant: str = ""
     chain: bytes = b""
     """Digests of the history's messages; made here where they are not given."""
+    flushes: int = 0
+    """The ledger's count when the turn began."""
     taken: Taken = _NOTHING_TAKEN
     spare: Held | None = None
     """The handle taken, as long as no engine has been sent it; a shared one until the turn's end."""
@@ -159,6 +161,11 @@ class Turn:
     """What the answer says, where histories are kept exact."""
     draft: dict[str, Any] = field(default_factory=dict)
     first_byte: float | None = None
+    computes: int = 0
+    """Estimate of the tokens that the engine which prefills computes."""
+    alone: bool = True
+    """Nothing of this router's ran there when it was asked."""
+    decode_began: float = 0.0
 
     def __post_init__(self) -> None:
         self.chain = self.chain or digests.chain(self.facts.parts)
@@ -175,7 +182,7 @@ class Turn:
         if self.identity is None:
             return self._taken(Taken(reason=Reason.NO_CONVERSATION), now)
         if self.identity.new:
-            return self.took(Taken(reason=Reason.FIRST_TURN), now)
+            return self.took(Taken(reason=Reason.FIRST_TURN, flushes=self.flushes), now)
         return Taking(self), ()
 
     def took(self, taken: Taken, now: float) -> Step:
@@ -307,6 +314,7 @@ class Turn:
         if self.failure is not None:
             placement = msgspec.structs.replace(placement, reason=self.failure)
         if placement.prefill is None:
+            self._goes(placement, now)
             return self.decoding(placement, None), ()
         offered = placement.blocks * self.prompt.block_size
         if placement.route is Route.WARM and self.spare is not None:
@@ -317,7 +325,35 @@ class Turn:
             if placement.proof is Proof.CONNECTOR:
                 offered = self.spare.tokens
         self.draft["offered"] = offered
+        self._goes(placement, now)
         return Prefilling(self, placement, placement.prefill, now), ()
+
+    def _goes(self, placement: Placement, now: float) -> None:
+        """The placement is final: it is part of the engines' load, and of the report."""
+        fleet, first = self.fleet, first_engine(placement)
+        self.computes, self.alone, self.decode_began = placement.computes, not fleet.busy(first), now
+        name = (self.tenant, self.identity.conversation) if self.identity else None
+        fleet.note_placed(name, placement.decode, placement.prefill, now)
+        if placement.estimates:
+            usual = placement.instead_of
+            passed_over = None
+            if usual is not None:
+                passed_over = (placement.decode if usual is Route.LOCAL else placement.prefill or first, usual)
+            fleet.note_route(first, placement.route, passed_over)
+            self.draft["estimates"] = {str(route): round(ms, 1) for route, ms in placement.estimates.items()}
+        self.draft["decided_by"] = placement.basis
+        moved = why_moved(placement, self.taken.branch, fleet, self.failed_on)
+        self.draft["moved"] = ",".join(moved.values()) or None
+        for url in moved:
+            fleet.note_left(url)
+
+    def learn_first_byte(self, placement: Placement) -> None:
+        """What D took to the first event of a stream, where it was the first to be asked."""
+        computed = self.draft.get("computed")
+        if self.first_byte is None or self.left_to_decode or self.draft.get("retries") or not computed:
+            return
+        ms = (self.first_byte - self.decode_began) * 1e3
+        self.fleet.learn_first_byte(placement.decode, ms, computed, local=placement.prefill is None)
 
     def decoding(self, placement: Placement, prefilled: wire.Handle | None) -> Decoding:
         """D is next. One that runs our connector takes along the leases that are due there."""
@@ -904,9 +940,21 @@ class Prefilling(msgspec.Struct, frozen=True):
             return self._checked_nothing(handle, now)
         turn.count_account(self.engine, params.account)
         left_alone = sent if params.account is not None and keeps_waiting(params.account) else None
-        if not self.warm and (computed := turn.draft.get("computed")) is not None:
-            turn.fleet.learn_prefill(self.engine, elapsed_ms, computed)
+        turn.decode_began = now
+        self._learn(elapsed_ms)
         return turn.decoding(self._as_it_ran(params.account), handle), turn.release_held(left_alone)
+
+    def _learn(self, elapsed_ms: float) -> None:
+        turn = self.turn
+        computed, read = turn.draft.get("computed"), turn.draft.get("pulled")
+        if computed is None or turn.draft.get("retries"):
+            return
+        if not self.warm:
+            turn.fleet.learn_prefill(self.engine, elapsed_ms, computed, alone=turn.alone)
+            return
+        if read is None:  # a stock engine tells only the sum of what it read and what it had
+            read = turn.draft.get("cached") or 0
+        turn.fleet.learn_read(self.engine, elapsed_ms, computed, read, alone=turn.alone)
 
     def _as_it_ran(self, account: Account | None) -> Placement:
         """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
@@ -1164,6 +1212,7 @@ class Relaying(msgspec.Struct, frozen=True):
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
             turn.fleet.count_unreachable_pin()
         turn.said = stream.said
+        turn.learn_first_byte(placement)
         settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
         settled += turn.named(stream.answer_id)
         return Done(), (*actions, *settled, turn.report(placement, now), last)

@@ -18,6 +18,7 @@ from ._options import AsyncClientOptions, ClientOptions, router_config, split
 
 if TYPE_CHECKING:
     from openai._models import FinalRequestOptions
+    from opentelemetry.trace import TracerProvider
 
 _PLACEHOLDER_KEY = "backhaul-embedded"
 _ELSEWHERE = ("base_url", "http_client", "provider", "workload_identity", "data_residency")
@@ -90,7 +91,8 @@ class OpenAI(_Client, openai.OpenAI):
     """`openai.OpenAI`, which runs on an embedded router when it is given `prefill=` and `decode=` engines.
 
     Takes openai's words and the settings of `RouterConfig`. With engines, no server and no `api_key` are needed;
-    `engine_api_key` is what the engines see. Raises `ConfigError` for settings that cannot work together.
+    `engine_api_key` is what the engines see. `tracer_provider` is OpenTelemetry's, by default the one that the program has set by
+    now, if any. Raises `ConfigError` for settings that cannot work together.
     """
 
     def __init__(
@@ -99,11 +101,12 @@ class OpenAI(_Client, openai.OpenAI):
         prefill: Sequence[str] | None = None,
         decode: Sequence[str] | None = None,
         engine_api_key: str | None = None,
+        tracer_provider: TracerProvider | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
-        config, rest = _configured(type(self).__name__, prefill, decode, engine_api_key, options)
+        config, rest = _configured(type(self).__name__, prefill, decode, engine_api_key, options, tracer_provider)
         if config is not None:
-            rest["http_client"] = _http.embedded_client(config, _http.openais_http_module())
+            rest["http_client"] = _http.embedded_client(config, _http.openais_http_module(), tracer_provider)
         super().__init__(**rest)
         self._embedded = config is not None
         self._follow()
@@ -154,11 +157,12 @@ class AsyncOpenAI(_Client, openai.AsyncOpenAI):
         prefill: Sequence[str] | None = None,
         decode: Sequence[str] | None = None,
         engine_api_key: str | None = None,
+        tracer_provider: TracerProvider | None = None,
         **options: Unpack[AsyncClientOptions],
     ) -> None:
-        config, rest = _configured(type(self).__name__, prefill, decode, engine_api_key, options)
+        config, rest = _configured(type(self).__name__, prefill, decode, engine_api_key, options, tracer_provider)
         if config is not None:
-            rest["http_client"] = _http.embedded_async_client(config, _http.openais_http_module())
+            rest["http_client"] = _http.embedded_async_client(config, _http.openais_http_module(), tracer_provider)
         super().__init__(**rest)
         self._embedded = config is not None
         self._follow()
@@ -202,12 +206,15 @@ def _configured(
     decode: Sequence[str] | None,
     engine_api_key: str | None,
     options: Mapping[str, Any],
+    tracer_provider: TracerProvider | None,
 ) -> tuple[RouterConfig | None, dict[str, Any]]:
     """The embedded router's configuration, if there is to be one, and openai's words."""
     settings, rest = split(options)
     if prefill is None and decode is None:
         if engine_api_key is not None:
             settings["engine_api_key"] = engine_api_key
+        if tracer_provider is not None:
+            settings["tracer_provider"] = tracer_provider
         if settings:
             raise ConfigError(
                 f"{who}: {min(settings)}= configures the embedded router: give prefill= and decode= too, "

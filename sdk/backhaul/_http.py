@@ -6,15 +6,19 @@ import importlib
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import openai
 from backhaul_router.config import RouterConfig
 from backhaul_router.router import Router
+from backhaul_router.spans import tracing_of
 from backhaul_router.transport import make_async_transport, make_transport
 
 from . import _totals
 from ._options import RouterSettings, router_config
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 EMBEDDED_URL = "http://embedded.backhaul.invalid/v1"
 """Where embedded clients seem to send their requests: a name that cannot resolve, should one ever reach the network."""
@@ -26,14 +30,16 @@ def http_client(
     decode: Sequence[str],
     module: ModuleType | None = None,
     engine_api_key: str | None = None,
+    tracer_provider: TracerProvider | None = None,
     **settings: Unpack[RouterSettings],
 ) -> Any:
     """A `Client` of `module` (`httpx2` or `httpx`; by default the one that the installed openai is built on) whose
     requests an embedded router answers, whatever their host. Closing it releases what the engines hold.
 
-    `settings` are those of `RouterConfig`. Raises `ConfigError`."""
+    `settings` are those of `RouterConfig`. Turns are traced over `tracer_provider`, or over the one that the program has set for
+    OpenTelemetry by now. Raises `ConfigError`."""
     config = router_config("http_client", prefill, decode, engine_api_key, settings)
-    return embedded_client(config, module or openais_http_module())
+    return embedded_client(config, module or openais_http_module(), tracer_provider)
 
 
 def async_http_client(
@@ -42,23 +48,25 @@ def async_http_client(
     decode: Sequence[str],
     module: ModuleType | None = None,
     engine_api_key: str | None = None,
+    tracer_provider: TracerProvider | None = None,
     **settings: Unpack[RouterSettings],
 ) -> Any:
     """The same as an `AsyncClient`."""
     config = router_config("async_http_client", prefill, decode, engine_api_key, settings)
-    return embedded_async_client(config, module or openais_http_module())
+    return embedded_async_client(config, module or openais_http_module(), tracer_provider)
 
 
-def embedded_client(config: RouterConfig, module: ModuleType) -> Any:
-    return _marked(module.Client(transport=make_transport(_router(config), module), **_defaults(module)))
+def embedded_client(config: RouterConfig, module: ModuleType, provider: TracerProvider | None = None) -> Any:
+    return _marked(module.Client(transport=make_transport(_router(config, provider), module), **_defaults(module)))
 
 
-def embedded_async_client(config: RouterConfig, module: ModuleType) -> Any:
-    return _marked(module.AsyncClient(transport=make_async_transport(_router(config), module), **_defaults(module)))
+def embedded_async_client(config: RouterConfig, module: ModuleType, provider: TracerProvider | None = None) -> Any:
+    transport = make_async_transport(_router(config, provider), module)
+    return _marked(module.AsyncClient(transport=transport, **_defaults(module)))
 
 
-def _router(config: RouterConfig) -> Router:
-    return Router(config, on_report=_totals.note)
+def _router(config: RouterConfig, provider: TracerProvider | None) -> Router:
+    return Router(config, on_report=_totals.note, tracing=tracing_of(provider))
 
 
 def is_embedded(client: Any) -> bool:

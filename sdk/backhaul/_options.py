@@ -33,10 +33,13 @@ class RouterSettings(TypedDict, total=False):
     lease_margin_s: float
     kv_recompute_threshold: int
     local_max_tokens: int
+    place_by_cost: bool
+    load_interval_s: float
     prefill_timeout_s: float
     check_pairs: bool
     decode_timeout_s: float
     connect_timeout_s: float
+    engine_ca_file: str | None
     max_body_bytes: int
     max_conversations: int
     max_conversations_per_tenant: int

@@ -75,6 +75,7 @@ async def play(case: Case, site: Site, *, stream: bool = False) -> None:
             prefill=site.prefill,
             decode=site.decode,
             local_max_tokens=0,
+            place_by_cost=False,
             kv_recompute_threshold=site.threshold,
             connect_timeout_s=2.0,
             check_pairs=False,

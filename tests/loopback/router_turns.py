@@ -213,8 +213,15 @@ async def run_cluster(
         http = await stack.enter_async_context(aiohttp.ClientSession())
         reports: list[ReuseReport] = []
         urls = {"prefill": [e.url for e in ps], "decode": [e.url for e in ds]}
-        given = {"local_max_tokens": 0, "connect_timeout_s": 1.0, "check_pairs": False, **urls, **config}
-        router = Router(RouterConfig(**given), on_report=reports.append)
+        given = {
+            "local_max_tokens": 0,
+            "place_by_cost": False,
+            "connect_timeout_s": 1.0,
+            "check_pairs": False,
+            **urls,
+            **config,
+        }
+        router = Router(RouterConfig(**given), on_report=reports.append, seed=0)
         cluster = Cluster(ps, ds, reference, router, http, reports)
         try:
             yield cluster

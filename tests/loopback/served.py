@@ -6,9 +6,10 @@ import asyncio
 import os
 import re
 import signal
+import ssl
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import httpx2
 from backhaul_connector.loopback import LoopbackPair
 from backhaul_router import server
+from backhaul_router.admission import Limits
 from backhaul_router.config import RouterConfig
+from backhaul_router.settings import ServerSettings, Settings
 from backhaul_router.tenants import NO_TENANTS, Tenants
 
 LIMIT_S = 60.0
@@ -91,6 +94,16 @@ async def in_thread(
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """The same server in a thread of this process, which starts sooner: a client of it, `base_url` without `/v1`."""
     config = RouterConfig(**{"prefill": [pair.prefill.url], "decode": [pair.decode.url], **settings})
+    whole = Settings(router=config, server=ServerSettings(host=host), limits=Limits(), tenants=tenants)
+    async with operating(whole) as http:
+        yield http
+
+
+@asynccontextmanager
+async def operating(
+    settings: Settings, load: Callable[[], Settings] | None = None, verify: ssl.SSLContext | bool = True
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """A server with all of its settings, which `load` reads again. The port is a free one."""
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     tell = asyncio.get_running_loop().call_soon_threadsafe
     stopping = threading.Event()
@@ -100,9 +113,9 @@ async def in_thread(
             raise _Stop
 
     def serve() -> None:
-        with server.listen(host, 0) as listener:
+        with server.listen(settings.server.host, 0) as listener:
             tell_url = lambda url: tell(started.set_result, url)  # noqa: E731
-            server.serve_on(listener, config, started=tell_url, check=check, tenants=tenants)
+            server.serve_settings(listener, settings, load, started=tell_url, check=check)
 
     thread = asyncio.create_task(asyncio.to_thread(serve))
     await asyncio.wait((thread, started), return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +123,7 @@ async def in_thread(
         thread.result()
     try:
         url = started.result().removesuffix("/v1")
-        async with httpx2.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as http:
+        async with httpx2.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False, verify=verify) as http:
             yield http
     finally:
         stopping.set()

@@ -249,7 +249,7 @@ async def run_fleet() -> AsyncIterator[Fleet]:
         decode = [await start("decode") for _ in range(2)]
         urls = {"prefill": tuple(e.url for e in prefill), "decode": tuple(e.url for e in decode)}
         config = RouterConfig(**urls, check_pairs=False)
-        router = Router(config, clock=clock.now)
+        router = Router(config, clock=clock.now, seed=0)
         try:
             yield Fleet(clock, prefill, decode, router)
         finally:

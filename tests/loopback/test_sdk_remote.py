@@ -18,7 +18,16 @@ from backhaul_connector.loopback import CostModel, LoopbackPair, loopback_pair
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM, talk, talk_sync
 
-TIMES = {"render_ms", "prefill_ms", "first_byte_ms", "total_ms", "handle_remaining_s", "saved_ms", "saved_basis"}
+TIMES = {
+    "estimates",
+    "render_ms",
+    "prefill_ms",
+    "first_byte_ms",
+    "total_ms",
+    "handle_remaining_s",
+    "saved_ms",
+    "saved_basis",
+}
 HISTORY: list[Any] = [SYSTEM, {"role": "user", "content": "Count."}]
 Agent = Callable[[Any, LoopbackPair], Any]
 

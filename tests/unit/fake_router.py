@@ -65,6 +65,7 @@ class FakeRouter:
         self.was_closed = threading.Event()
         self.end_conversation_error: Exception | None = None
         self.on_report = None
+        self.tracing = None
 
     def __repr__(self) -> str:
         return "<FakeRouter>"

@@ -79,7 +79,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> FakeRouter:
     """Takes the place of the routers that clients make; `router.config` is what the last one was made with."""
     router = FakeRouter(vllm)
 
-    def make(config: RouterConfig, *, on_report: object) -> FakeRouter:
+    def make(config: RouterConfig, *, on_report: object, tracing: object) -> FakeRouter:
         router.config = config  # type: ignore[attr-defined]
         return router
 

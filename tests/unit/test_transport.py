@@ -507,7 +507,7 @@ warnings.simplefilter("ignore", DeprecationWarning)
 from backhaul_router import transport
 
 class Child(FakeRouter):
-    def __init__(self, config, *, on_report):
+    def __init__(self, config, *, on_report, tracing):
         super().__init__()
         print("a router of its own, with", config, flush=True)
     async def aclose(self):

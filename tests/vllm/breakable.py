@@ -228,8 +228,10 @@ async def run(prefill: Sequence[str], decode: Sequence[str], engines: EngineSet,
     """A router with one conversation; `engines` has the model, and the engine that gives the reference."""
     reports: list[ReuseReport] = []
     client = Catching()
-    config = RouterConfig(prefill=tuple(prefill), decode=tuple(decode), local_max_tokens=0, **settings)
-    router = Router(config, client=client, on_report=reports.append)
+    config = RouterConfig(
+        prefill=tuple(prefill), decode=tuple(decode), local_max_tokens=0, place_by_cost=False, **settings
+    )
+    router = Router(config, client=client, on_report=reports.append, seed=0)
     try:
         await router.connect()
         yield Run(router, client, Agent(router, engines, reports))

@@ -118,8 +118,8 @@ async def reference_choices(url: str, path: str, body: Mapping[str, Any]) -> ans
 async def router_on(engines: EngineSet, **settings: Any) -> AsyncIterator[tuple[Router, list[ReuseReport]]]:
     """A router over a set of engines. When it is gone, so is everything that the engines held for it."""
     reports: list[ReuseReport] = []
-    config = RouterConfig(**{"prefill": engines.prefill, "decode": engines.decode, "local_max_tokens": 0, **settings})
-    router = Router(config, on_report=reports.append)
+    given = {"prefill": engines.prefill, "decode": engines.decode, "local_max_tokens": 0, "place_by_cost": False}
+    router = Router(RouterConfig(**{**given, **settings}), on_report=reports.append, seed=0)
     try:
         yield router, reports
     finally:

@@ -44,7 +44,8 @@ class LoopbackEngine:
 
     @property
     def url(self) -> str:
-        return f"http://{self.config.host}:{self.config.port}"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.config.port}"
 
     @property
     def model(self) -> str:

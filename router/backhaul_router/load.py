@@ -1,0 +1,244 @@
+"""What the engines have to do, and which of them a conversation should go to, stay with or leave.
+
+Three measures, since none is enough alone: the calls and tokens that this router has in flight; the conversations that live
+on an engine, which count also while their agents think; and what engines say themselves (`Gauges`), which is old but covers
+other routers. A conversation stays where its history is, unless
+- D's KV cache is full or requests wait there (`full`, with a wide gap between becoming and ceasing to be), and another D has
+  room. Only some leave between two readings: if all did, the next D would be full, and they would come back;
+- far more calls of this router run there than elsewhere;
+- P's queue costs more than moving the history does, by a margin (`leaves_prefill`).
+Having moved, it is at home there, so going back needs the same reasons once more.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MARGIN_MS = 20.0
+"""What is gained by less is noise."""
+MARGIN = 0.25
+"""The same as a fraction."""
+_HOME_S = 600.0
+"""A conversation that was silent for so long is nobody's load: its KV is gone from D by then."""
+_MOST_HOMES = 100_000
+_CALL_TOKENS = 2048
+"""Tokens of a prefill in flight that weigh as much as another call."""
+_FULL, _ROOM = 0.95, 0.85
+"""KV cache usage at which D is full, and at which it is not any more."""
+_ROOMIER = 0.1
+"""By so much less must another D's cache be used."""
+_CROWD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What an engine's `/metrics` page says of its load, over all data-parallel ranks."""
+
+    running: float
+    waiting: float
+    kv_usage: float
+    """0 to 1, the mean of the ranks."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.kv_usage >= _FULL or self.waiting > max(_CROWD, self.running)
+
+    @property
+    def has_room(self) -> bool:
+        return self.kv_usage <= _ROOM and self.waiting <= max(_CROWD / 2, self.running / 2)
+
+
+_GAUGE = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
+)
+
+
+def read_gauges(metrics: str) -> Gauges | None:
+    """From a `/metrics` page; `None` when it does not have them."""
+    found: dict[str, list[float]] = {}
+    for name, value in _GAUGE.findall(metrics):
+        try:
+            found.setdefault(name, []).append(float(value))
+        except ValueError:
+            return None
+    if len(found) < 3:
+        return None
+    usage = found["kv_cache_usage_perc"]
+    return Gauges(sum(found["num_requests_running"]), sum(found["num_requests_waiting"]), sum(usage) / len(usage))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    gauges: Gauges
+    foreign: float
+    """Requests there that are not this router's."""
+    at: float
+
+
+class Homes:
+    """Which engines each live conversation ran on last. Bounded by time and number; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[tuple[str, str], tuple[tuple[str, ...], float]] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def count(self, engine: str) -> int:
+        """Conversations that live there."""
+        return self._counts[engine]
+
+    def settle(self, name: tuple[str, str], engines: tuple[str, ...], now: float) -> None:
+        before = self._homes.get(name)
+        if before is None or before[0] != engines:
+            self._leave(before[0] if before else ())
+            self._counts.update(engines)
+        self._homes[name] = engines, now
+        self._homes.move_to_end(name)
+        if len(self._homes) > _MOST_HOMES:
+            self._drop_oldest()
+
+    def end(self, name: tuple[str, str]) -> None:
+        if (before := self._homes.pop(name, None)) is not None:
+            self._leave(before[0])
+
+    def expire(self, now: float) -> None:
+        while self._homes and now - next(iter(self._homes.values()))[1] > _HOME_S:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, (engines, _) = self._homes.popitem(last=False)
+        self._leave(engines)
+
+    def _leave(self, engines: Iterable[str]) -> None:
+        for engine in engines:
+            self._counts[engine] -= 1
+            if not self._counts[engine]:
+                del self._counts[engine]
+
+
+class Load:
+    """Of every engine, by its URL. Methods do not lock: the fleet does."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.in_flight: Counter[str] = Counter()
+        self.homes = Homes()
+        self._tokens: Counter[str] = Counter()
+        self._readings: dict[str, _Reading] = {}
+        self._full: dict[str, int] = {}
+        """Full engines, with how many conversations may leave before the next reading."""
+        self._chosen: dict[str, int] = {}
+        self._choices = 0
+        self._seed = seed
+        self._lots: dict[str, float] = {}
+
+    # --- what happens
+
+    def begin(self, engine: str, tokens: int) -> None:
+        self.in_flight[engine] += 1
+        if tokens:
+            self._tokens[engine] += tokens
+
+    def end(self, engine: str, tokens: int) -> None:
+        self.in_flight[engine] -= 1
+        if tokens:
+            self._tokens[engine] -= tokens
+
+    def chose(self, *engines: str) -> None:
+        """A turn goes there."""
+        self._choices += 1
+        for engine in engines:
+            self._chosen[engine] = self._choices
+
+    def left(self, engine: str) -> None:
+        """A conversation moved away from a full engine."""
+        if engine in self._full:
+            self._full[engine] -= 1
+
+    def read(self, engine: str, gauges: Gauges, now: float) -> None:
+        foreign = max(0.0, gauges.running + gauges.waiting - self.in_flight[engine])
+        self._readings[engine] = _Reading(gauges, foreign, now)
+        if gauges.is_full or (engine in self._full and not gauges.has_room):
+            self._full[engine] = max(1, self.homes.count(engine) // 8)
+        else:
+            self._full.pop(engine, None)
+
+    def expire(self, before: float, now: float) -> None:
+        """Forgets what engines said earlier than that, and conversations that are silent."""
+        for engine in [engine for engine, reading in self._readings.items() if reading.at < before]:
+            self._readings.pop(engine, None)
+            self._full.pop(engine, None)
+        self.homes.expire(now)
+
+    def forget(self, engine: str) -> None:
+        """It is gone, or another process."""
+        self._readings.pop(engine, None)
+        self._full.pop(engine, None)
+
+    # --- what follows
+
+    def gauges(self, engine: str) -> Gauges | None:
+        """The last reading, where it is not stale."""
+        reading = self._readings.get(engine)
+        return reading.gauges if reading is not None else None
+
+    def is_full(self, engine: str) -> bool:
+        return engine in self._full
+
+    def tokens(self, engine: str) -> int:
+        """That prefills of this router compute there now."""
+        return self._tokens[engine]
+
+    def foreign(self, engine: str) -> float:
+        """Requests of others there."""
+        reading = self._readings.get(engine)
+        return reading.foreign if reading is not None else 0.0
+
+    def calls(self, engine: str) -> float:
+        """Running or waiting there, whoever's."""
+        return self.in_flight[engine] + self.foreign(engine)
+
+    def burden(self, engine: str) -> tuple[bool, float, int, float]:
+        """Orders engines by how little a new conversation would find there: those that are full come last, of equal ones the
+        one that was chosen least recently first, and lots are drawn at last, lest all routers begin with the same one."""
+        weight = self.homes.count(engine) + self.calls(engine) + self._tokens[engine] / _CALL_TOKENS
+        return engine in self._full, weight, self._chosen.get(engine, 0), self._lot(engine)
+
+    def _lot(self, engine: str) -> float:
+        if not self._seed:
+            return 0.0
+        if engine not in self._lots:
+            self._lots[engine] = random.Random(f"{self._seed} {engine}").random()
+        return self._lots[engine]
+
+    def is_pressed(self, engine: str) -> bool:
+        """Whether it is worth asking if a conversation should leave."""
+        return (
+            engine in self._full
+            or self._tokens[engine] > 0
+            or self.foreign(engine) > 0
+            or self.in_flight[engine] > _CROWD
+        )
+
+    def leaves_decode(self, home: str, other: str) -> bool:
+        if home in self._full:
+            if self._full[home] <= 0 or other in self._full:
+                return False
+            here, there = self.gauges(home), self.gauges(other)
+            return here is None or there is None or _has_more_room(there, here)
+        return self.in_flight[home] > 2 * self.calls(other) + _CROWD
+
+    @staticmethod
+    def leaves_prefill(home_ms: float, other_ms: float, moving_ms: float) -> bool:
+        """Whether waiting at home costs clearly more than waiting elsewhere and moving."""
+        there = other_ms + moving_ms
+        return home_ms > there * (1 + MARGIN) + MARGIN_MS
+
+
+def _has_more_room(there: Gauges, here: Gauges) -> bool:
+    return there.kv_usage <= here.kv_usage - _ROOMIER or (there.has_room and here.kv_usage < _FULL)
