@@ -27,7 +27,7 @@ from served import freed, serving
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CHANGELOG.md"]
-RUN_ELSEWHERE = {"conversations.md", "integrations.md", "langchain.md"}
+RUN_ELSEWHERE = {"conversations.md", "failures.md", "integrations.md", "langchain.md", "metrics.md", "tracing.md"}
 """Pages whose programs have tests of their own."""
 LIMIT_S = 120.0
 
