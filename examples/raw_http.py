@@ -91,9 +91,9 @@ async def serve(*options: str) -> AsyncIterator[str]:
 async def main() -> None:
     async with loopback_pair(connector="backhaul", prefill={"prefix_caching": False}) as pair:
         engines = ("--prefill", pair.prefill.url, "--decode", pair.decode.url)
-        async with serve(*engines, "--no-reuse") as router:
+        async with serve(*engines, "--no-log-turns", "--no-reuse") as router:
             without, _ = await asyncio.to_thread(talk, router, pair.model)
-        async with serve(*engines) as router:
+        async with serve(*engines, "--no-log-turns") as router:
             answers, turns = await asyncio.to_thread(talk, router, pair.model)
     for turn in turns:
         pulled, computed, reason = (turn[name] or "" for name in ("pulled", "computed", "reason"))

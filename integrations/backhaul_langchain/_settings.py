@@ -36,8 +36,15 @@ class RouterFields(BaseModel):
     connect_timeout_s: float | None = None
     max_body_bytes: int | None = None
     max_conversations: int | None = None
+    max_conversations_per_tenant: int | None = None
     max_branches: int | None = None
     max_idle_s: float | None = None
+    retained_tokens_budget: int | None = None
+    one_shot_s: float | None = None
+    redis_url: str | None = Field(default=None, repr=False)
+    redis_prefix: str | None = None
+    redis_timeout_s: float | None = None
+    engine_ca_file: str | None = None
 
     def _router_settings(self) -> dict[str, Any]:
         """Those that were given."""

@@ -162,8 +162,8 @@ def _serve(args: argparse.Namespace) -> int:
             print("the configuration can be used")
             return 0
         server = _server_module()
-        logs.configure(settings.server.log_format)
-        server.serve(settings, lambda: serve_options.settings_from(args))
+        with logs.to_stderr(settings.server.log_format):
+            server.serve(settings, lambda: serve_options.settings_from(args))
     except ConfigError as error:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:  # before there was anything to finish

@@ -1,7 +1,7 @@
 """What the server writes to its log: one line for each turn, and which turn it was on every line that is written during one.
 
 A line never has a body, a key or a handle. Where the application runs under somebody else's logging, a turn's line is text that
-says it all; `configure` is for the server's own process.
+says it all; `to_stderr` is for the server's own process.
 """
 
 from __future__ import annotations
@@ -112,11 +112,20 @@ def log_turn(report: ReuseReport) -> None:
     log.info("turn %s", _Pairs(said), extra={_ATTRIBUTE: said})
 
 
-def configure(format: LogFormat, level: int = logging.INFO) -> None:
-    """Has this process write its log to stderr, in place of how it did before."""
+@contextmanager
+def to_stderr(format: LogFormat, level: int = logging.INFO) -> Iterator[None]:
+    """Has this process write its log to stderr, in place of how it did before and will afterwards."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if format is LogFormat.JSON else TextFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
 
 
 class TextFormatter(logging.Formatter):
