@@ -616,10 +616,10 @@ class Fleet:
         with self._lock:
             self.load.left(url)
 
-    def note_gauges(self, engine: Engine, gauges: Gauges, now: float) -> None:
-        """What an engine says of its load."""
+    def note_gauges(self, engine: Engine, gauges: Gauges, now: float, own: int = 0) -> None:
+        """What an engine says of its load; `own` calls of this router ran there when it was asked."""
         with self._lock:
-            self.load.read(engine.url, gauges, now)
+            self.load.read(engine.url, gauges, now, own)
 
     def expire_load(self, before: float, now: float) -> None:
         """Forgets what engines said of their load earlier than that."""

@@ -74,6 +74,8 @@ def read_gauges(metrics: str) -> Gauges | None:
 @dataclass(frozen=True, slots=True)
 class _Reading:
     gauges: Gauges
+    surplus: float
+    """Requests that it counted beyond this router's."""
     foreign: float
     """Requests there that are not this router's."""
     at: float
@@ -160,9 +162,13 @@ class Load:
         if engine in self._full:
             self._full[engine] -= 1
 
-    def read(self, engine: str, gauges: Gauges, now: float) -> None:
-        foreign = max(0.0, gauges.running + gauges.waiting - self.in_flight[engine])
-        self._readings[engine] = _Reading(gauges, foreign, now)
+    def read(self, engine: str, gauges: Gauges, now: float, own: int = 0) -> None:
+        """`own` is what ran there when the engine was asked. An engine counts at a moment in between: what it counted beyond
+        both numbers is others', and only as far as it was so the last time too."""
+        surplus = max(0.0, gauges.running + gauges.waiting - max(own, self.in_flight[engine]))
+        before = self._readings.get(engine)
+        foreign = surplus if before is None else min(surplus, before.surplus)
+        self._readings[engine] = _Reading(gauges, surplus, foreign, now)
         if gauges.is_full or (engine in self._full and not gauges.has_room):
             self._full[engine] = max(1, self.homes.count(engine) // 8)
         else:

@@ -48,6 +48,7 @@ class LoadPolling:
         await asyncio.gather(*(self._ask(engine, now) for engine in self._asked))
 
     async def _ask(self, engine: Engine, now: float) -> None:
+        own = self._fleet.busy(engine)
         try:
             answer = await self._client.call(EngineCall(engine.url + "/metrics", timeout_s=_TIMEOUT_S))
         except EngineFailure as failure:
@@ -60,7 +61,7 @@ class LoadPolling:
         if engine.url in self._silent:
             self._silent.discard(engine.url)
             log.info("%s shows its load again", engine)
-        self._fleet.note_gauges(engine, gauges, now)
+        self._fleet.note_gauges(engine, gauges, now, own)
 
     def _says_nothing(self, engine: Engine, why: str) -> None:
         """Said once for each engine, until it answers again."""

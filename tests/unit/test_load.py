@@ -119,6 +119,16 @@ def test_what_others_run_there_counts_and_ones_own_is_not_counted_twice() -> Non
     assert pick(on).url == D1
 
 
+def test_what_an_engine_counted_while_calls_came_and_went_is_not_others() -> None:
+    on = fleet(P1, D1, D2)
+    on.note_gauges(engine(D1), Gauges(8, 0, 0.1), 0.0, own=8)  # they have ended since
+    assert on.load.calls(D1) == 0
+    on.note_gauges(engine(D1), Gauges(6, 0, 0.1), 2.0)  # they began after it was asked, and have ended again
+    assert on.load.calls(D1) == 0
+    on.note_gauges(engine(D1), Gauges(7, 0, 0.1), 4.0)
+    assert on.load.calls(D1) == 6
+
+
 def test_a_full_engine_gets_no_new_conversation_while_another_is_not() -> None:
     on = fleet(P1, D1, D2)
     open_conversations(on, 6)
