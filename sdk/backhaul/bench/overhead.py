@@ -119,7 +119,7 @@ async def measure(
             for role in ("prefill", "decode")
         ]
         at = ("--prefill", prefill.url, "--decode", decode.url, "--route", "warm", "--port", "0")
-        server = await stack.enter_async_context(program("backhaul_router.cli", "serve", *at))
+        server = await stack.enter_async_context(program("backhaul_router.cli", "serve", "--no-log-turns", *at))
         aio = await stack.enter_async_context(
             aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_LIMIT_S)

@@ -171,7 +171,7 @@ async def measure(options: Options, progress: Callable[[str], None] = lambda _: 
         http = HttpClient()
         stack.push_async_callback(http.aclose)
         at = ("--prefill", prefill.url, "--decode", decode.url, "--port", "0")
-        ours = await stack.enter_async_context(program("backhaul_router.cli", "serve", *at))
+        ours = await stack.enter_async_context(program("backhaul_router.cli", "serve", "--no-log-turns", *at))
         small = first_turn(2_000, stream=False)
         peer = await stack.enter_async_context(vllm_router(options.vllm_router, prefill.url, decode.url, http, small))
         ways: dict[str, _Way] = {
