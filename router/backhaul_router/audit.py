@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from . import ranks
 from .engine_client import EngineCall, EngineClient, EngineFailure
 from .fleet import AUDITED, Baseline, Engine, Fleet, connector_counters, start_of
 
@@ -64,7 +65,7 @@ async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: 
         return []
     if answer.status != 200:
         return []
-    page = answer.body.decode(errors="replace")
+    page = ranks.page_of(answer.body.decode(errors="replace"), engine.url)
     counters, started_at = connector_counters(page), start_of(page)
     accounted = fleet.accounted(engine)
     in_flight = busy > 0 or fleet.busy(engine) > 0 or accounted != before

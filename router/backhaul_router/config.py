@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from . import ranks
 from .errors import ConfigError
 from .report import Route
 
@@ -99,13 +101,15 @@ class RouterConfig:
             if not urls:
                 raise ConfigError(f"{field}= is empty: name at least one {field} engine")
             object.__setattr__(self, field, tuple(engine_url(field, url) for url in urls))
-        both = set(self.prefill) & set(self.decode)
+        both = {ranks.split(url)[0] for url in self.prefill} & {ranks.split(url)[0] for url in self.decode}
         if both:
             raise ConfigError(f"{min(both)} is listed under both prefill= and decode=: an engine has one role")
         for field in ("prefill", "decode"):
             urls = getattr(self, field)
             if len(set(urls)) != len(urls):
                 raise ConfigError(f"{field}= lists the same engine twice")
+            if mixed := ranks.listed_twice(urls):
+                raise ConfigError(f"{field}= lists {min(mixed)} both as one engine and by its data-parallel ranks")
         if self.redis_url is not None and urlsplit(self.redis_url).scheme not in _REDIS:
             raise ConfigError(f"redis_url= should begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS)}")
         if not self.redis_prefix:
@@ -149,9 +153,11 @@ def engine_url(field: str, url: str) -> str:
         port_ok = False
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
         raise ConfigError(f"{field}=: {url!r} is not an engine's URL; it should look like http://host:8100")
-    if parts.username or parts.password or parts.query or parts.fragment:
+    rank = re.fullmatch(r"dp=(\d{1,4})", parts.fragment)
+    if parts.username or parts.password or parts.query or (parts.fragment and rank is None):
         raise ConfigError(
-            f"{field}=: {parts.hostname}: credentials, query and fragment do not belong in an engine's URL"
+            f"{field}=: {parts.hostname}: credentials, query and fragment do not belong in an engine's URL, but for #dp=0, "
+            "a data-parallel rank"
         )
     try:
         host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode()
@@ -161,4 +167,5 @@ def engine_url(field: str, url: str) -> str:
     at = f"[{host}]" if ":" in host else host
     if parts.port not in (None, 443 if parts.scheme == "https" else 80):
         at += f":{parts.port}"
-    return f"{parts.scheme}://{at}{parts.path}".rstrip("/").removesuffix("/v1")
+    base = f"{parts.scheme}://{at}{parts.path}".rstrip("/").removesuffix("/v1")
+    return base if rank is None else f"{base}#dp={int(rank[1])}"

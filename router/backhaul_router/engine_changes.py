@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import ranks
 from .config import engine_url
 from .errors import ConfigError
 from .fleet import Engine, Role
@@ -37,9 +38,12 @@ async def add_engine(router: Router, role: Role, url: str) -> Engine:
     does not answer, does not fit the others, or has the other role."""
     url = engine_url(role, url)
     await router.connect()
-    known = router.fleet.get(url)
-    if known is not None and known.role is not role:
-        raise ConfigError(f"{url} is a {known.role} engine here: an engine has one role; remove it first")
+    server, _ = ranks.split(url)
+    there = [one for one in router.fleet.engines if ranks.split(one.url)[0] == server]
+    if other := next((one for one in there if one.role is not role), None):
+        raise ConfigError(f"{server} is a {other.role} engine here: an engine has one role; remove it first")
+    if ranks.listed_twice((url, *(one.url for one in there))):
+        raise ConfigError(f"{server} would be there both as one engine and by its data-parallel ranks: remove it first")
     try:
         engine = await describe(router.client, url, role)
     except Unreachable as error:

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
+from . import ranks
 from .engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
 from .http_connection import Connection, Connections, HttpStream, Target, reason_of
 from .tls import client_context
@@ -30,6 +31,7 @@ _LATE_S: Final = 0.05
 _FRAMING: Final = frozenset({"connection", "content-length", "host", "transfer-encoding"})
 """Headers that describe the connection or the body's length on it: set here, whatever a caller carries over."""
 
+_RANK: Final = ranks.HEADER.lower()
 _NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _NOT_IN_VALUES: Final = re.compile(r"[\x00\r\n]")
 
@@ -135,6 +137,8 @@ class HttpClient:
         for name, value in request.headers.items():
             lower = name.lower()
             if lower in _FRAMING or lower == "accept-encoding" or (lower == "authorization" and self._authorization):
+                continue
+            if target.rank is not None and lower == _RANK:
                 continue
             if not _NAME.fullmatch(name) or _NOT_IN_VALUES.search(value):
                 raise ValueError(f"{target.name}: {name!r} is not a header that can be sent")
@@ -250,6 +254,7 @@ async def _live(connections: Connections) -> AsyncGenerator[None]:
 
 @functools.lru_cache(maxsize=1024)
 def _target(url: str) -> Target:
+    url, rank = ranks.split(url)
     parts = urlsplit(url)
     try:
         host, port = parts.hostname, parts.port
@@ -271,7 +276,8 @@ def _target(url: str) -> Target:
         address=(secure, host, port or (443 if secure else 80)),
         name=f"{parts.scheme}://{shown}{path}",
         get_lines="GET" + same,
-        post_lines="POST" + same,
+        post_lines="POST" + same + (f"\r\n{ranks.HEADER}: {rank}" if rank is not None else ""),
+        rank=rank,
     )
 
 

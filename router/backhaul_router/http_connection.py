@@ -45,6 +45,8 @@ class Target:
     get_lines: str
     post_lines: str
     """Everything of a request's head that is always the same."""
+    rank: str | None = None
+    """Data-parallel rank that the URL names."""
 
 
 class HttpStream:

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterable
 
+from . import ranks
 from .engine_client import EngineCall, EngineClient, EngineFailure
 from .extension import LeaseOperation
 from .fleet import Engine, Fleet
@@ -46,7 +47,7 @@ async def _usage(client: EngineClient, fleet: Fleet, engine: Engine) -> int | No
     """Tokens that are neither free nor prompts of this router's turns: an upper bound, with what those have answered so far,
     and with all that runs for others."""
     answer = await client.call(EngineCall(f"{engine.url}/metrics", timeout_s=_TIMEOUT_S))
-    shares = [float(share) for share in _USAGE.findall(answer.body.decode(errors="replace"))]
+    shares = [float(share) for share in _USAGE.findall(ranks.page_of(answer.body.decode(errors="replace"), engine.url))]
     if answer.status != 200 or engine.kv_tokens is None or not shares:
         return None
     used = sum(shares) / len(shares) * engine.kv_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from . import ranks
 from .engine_client import EngineCall, EngineClient, EngineFailure
 from .fleet import Engine, Fleet, Role
 from .load import read_gauges
@@ -54,7 +55,8 @@ class LoadPolling:
         except EngineFailure as failure:
             self._says_nothing(engine, failure.message)
             return
-        gauges = read_gauges(answer.body.decode(errors="replace")) if answer.status == 200 else None
+        page = ranks.page_of(answer.body.decode(errors="replace"), engine.url) if answer.status == 200 else ""
+        gauges = read_gauges(page)
         if gauges is None:
             self._says_nothing(engine, f"its /metrics, answered with status {answer.status}, does not show it")
             return

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from . import ranks
 from .engine_client import EngineAnswer, EngineCall, EngineClient, EngineFailure
 from .errors import ConfigError
 from .fleet import (
@@ -48,7 +49,7 @@ async def describe(client: EngineClient, url: str, role: Role, timeout_s: float 
     check_version(url, number)
     if not names:
         raise ConfigError(f"{url} serves no model")
-    page = metrics.body.decode(errors="replace") if metrics.status == 200 else ""
+    page = ranks.page_of(metrics.body.decode(errors="replace"), url) if metrics.status == 200 else ""
     return Engine(
         url=url,
         role=role,

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from . import digests, engine_changes, logs, salts, suspects, wire
+from . import digests, engine_changes, logs, ranks, salts, suspects, wire
 from .audit import AuditLine, compare
 from .breakers import Who
 from .config import RouterConfig
@@ -184,8 +184,10 @@ class Router:
         self._pairs: PairChecks | None = None
         self._polling: LoadPolling | None = None
         self._prober: Prober | None = None
-        self.engine_urls = [url.encode() for url in (*config.prefill, *config.decode)]
+        self.engine_urls: list[bytes] = []
         """Of every engine that is or was there; errors for clients elsewhere must not show them."""
+        for url in (*config.prefill, *config.decode):
+            self._withhold(url)
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -295,8 +297,12 @@ class Router:
 
     def note_added(self, url: str) -> None:
         self._absent.pop(url, None)
-        if (encoded := url.encode()) not in self.engine_urls:
-            self.engine_urls.append(encoded)
+        self._withhold(url)
+
+    def _withhold(self, url: str) -> None:
+        for name in (url, ranks.split(url)[0]):  # messages of the HTTP client have no rank
+            if (encoded := name.encode()) not in self.engine_urls:
+                self.engine_urls.append(encoded)
 
     async def release_engine(self, engine: Engine) -> None:
         """Drops and releases every handle of a decode engine."""
