@@ -31,6 +31,8 @@ class Refusal:
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    retry: bool = False
+    """Whether the same request may be answered later."""
 
 
 def admit(tenants: Tenants, path: str, headers: RawHeaders) -> tuple[Tenant | None, RawHeaders]:
@@ -78,4 +80,4 @@ def refusal_of_turn(path: str, tenant: Tenant) -> Refusal:
     """Where a tenant has as many requests running as it may."""
     message = f"{tenant.name} has {tenant.max_concurrent_turns} requests running, its limit (max_concurrent_turns)"
     body = api_of(path).error(message, type_="rate_limit_error", code="too_many_turns")
-    return Refusal(429, body, (("retry-after", str(TRY_AGAIN_S)),))
+    return Refusal(429, body, (("retry-after", str(TRY_AGAIN_S)),), retry=True)

@@ -263,7 +263,8 @@ class App:
     async def _refuse(self, receive: Receive, send: Send, refusal: Refusal) -> None:
         """Answers without having read the body, which is thrown away."""
         body = refusal.body
-        headers = [_JSON, ("x-should-retry", "false"), ("connection", "close"), *refusal.headers]
+        again = "true" if refusal.retry else "false"
+        headers = [_JSON, ("x-should-retry", again), ("connection", "close"), *refusal.headers]
         await send(_start(refusal.status, [*headers, ("content-length", str(len(body)))]))
         await send({"type": "http.response.body", "body": body, "more_body": True})
         with contextlib.suppress(TimeoutError):

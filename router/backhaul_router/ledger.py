@@ -165,6 +165,7 @@ class MemoryLedger:
     """A ledger in this process."""
 
     shared = False
+    available = True
 
     def __init__(
         self,

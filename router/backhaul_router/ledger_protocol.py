@@ -31,6 +31,10 @@ class Ledger(Protocol):
         """Other routers use it as well: it outlives this one."""
 
     @property
+    def available(self) -> bool:
+        """Whether it answers, as far as is known here."""
+
+    @property
     def flushes(self) -> int:
         """How often it was flushed, as far as is known here."""
 

@@ -28,6 +28,7 @@ from .errors import Leg
 from .fleet import AUDITED, Fleet, Role
 from .ledger import Held
 from .report import ReuseReport, Route
+from .retention import Retention
 
 PREFIX = "backhaul_router"
 OTHER_MODEL = "other"
@@ -44,6 +45,8 @@ _TURN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 
 class Ledger(Protocol):
     """Of a router's ledger, what is counted here."""
 
+    @property
+    def available(self) -> bool: ...
     def __len__(self) -> int: ...
     def handles(self) -> tuple[Held, ...]: ...
 
@@ -57,6 +60,8 @@ class Observed(Protocol):
     def ledger(self) -> Ledger: ...
     @property
     def fleet(self) -> Fleet: ...
+    @property
+    def retention(self) -> Retention: ...
 
 
 class RouterMetrics:
@@ -274,19 +279,24 @@ class RouterCollector(Collector):
         ledger = self._router.ledger
         held = ledger.handles()
         handles = Tally([one.decode for one in held])
-        tokens = dict.fromkeys(handles, 0)
-        for one in held:
-            tokens[one.decode] += one.tokens
+        retention = self._router.retention
+        yield _gauge("ledger_available", "1 while the ledger answers.", value=int(ledger.available))
         yield _gauge("ledger_conversations", "Conversations on record.", value=len(ledger))
         on_file = _gauge("ledger_handles", "Handles on file, by the engine that holds their blocks.", "engine")
-        retained = _gauge(
-            "retained_tokens", "Tokens that those handles cover; shared prefixes count each time.", "engine"
-        )
+        retained = _gauge("retained_tokens", "Tokens that an engine keeps for conversations that may go on.", "engine")
+        budget = _gauge("retained_tokens_budget", "Of those, what it should keep at most.", "engine")
+        released = _total("handles_ended", "Handles that are not kept any more, by cause.", "cause")
+        for cause, number in retention.released.items():
+            released.add_metric([cause], number)
         for url in dict.fromkeys((*self._router.config.decode, *handles)):
             on_file.add_metric([url], handles[url])
-            retained.add_metric([url], tokens.get(url, 0))
+            retained.add_metric([url], retention.retained(url))
+            if (most := retention.budget(url)) is not None:
+                budget.add_metric([url], most)
         yield on_file
         yield retained
+        yield budget
+        yield released
 
     def _audited(self) -> Iterator[Metric]:
         names = ("engine", "counter")
@@ -345,6 +355,7 @@ def _counted(fleet: Fleet) -> Iterator[Metric]:
         "proof_faults", "Engines ran other ids than were sent, or checked nothing.", value=counters.proof_faults
     )
     yield _total("prompts_differed", "Prompts of P's and D's that differed.", value=counters.prompts_differed)
+    yield _total("failed_polls", "Times that an engine did not show its load.", value=counters.failed_polls)
     yield _total("audit_alarms", "Differences that audits have found.", value=counters.audit_alarms)
 
 

@@ -108,6 +108,10 @@ class RedisLedger:
         return self._link.failures
 
     @property
+    def available(self) -> bool:
+        return not self._link.down
+
+    @property
     def down(self) -> bool:
         """The server did not answer when it was asked last."""
         return self._link.down

@@ -379,6 +379,7 @@ async def test_a_tenant_with_too_much_running_waits_for_itself_alone(pair: Loopb
                 await asyncio.sleep(0.002)
         refused = await http.post(CHAT, json=body_for(CHAT, pair), headers=bearer(ALICE))
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.headers["x-should-retry"] == "true"
         assert refused.json()["error"]["code"] == "too_many_turns"
         assert (await http.get("/v1/models", headers=bearer(ALICE))).status_code == 200
         pair.prefill.faults.stall = False
