@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ipaddress
 import re
 import socket
 import ssl
@@ -155,8 +156,8 @@ class HttpClient:
 
     async def _connect(self, target: Target, connections: Connections) -> Connection:
         options: dict[str, Any] = {"ssl": self._tls or _tls()} if target.address[0] else {}
-        if isinstance(connections.loop, asyncio.BaseEventLoop):  # uvloop tries one address after another
-            options["happy_eyeballs_delay"] = _HAPPY_EYEBALLS_S
+        if isinstance(connections.loop, asyncio.BaseEventLoop) and not _is_address(target.address[1]):
+            options["happy_eyeballs_delay"] = _HAPPY_EYEBALLS_S  # uvloop tries one address after another
         try:
             connection = await self._connected(target, connections, options)
         except TimeoutError as error:
@@ -279,6 +280,15 @@ def _target(url: str) -> Target:
         post_lines="POST" + same + (f"\r\n{ranks.HEADER}: {rank}" if rank is not None else ""),
         rank=rank,
     )
+
+
+def _is_address(host: str) -> bool:
+    """There is nothing to race; and a race that is cancelled just as it is won leaves its socket open (CPython 3.11)."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @functools.cache

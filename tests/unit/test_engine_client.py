@@ -577,6 +577,24 @@ async def test_a_blocked_event_loop_is_no_engine_that_does_not_answer():
     await client.aclose()
 
 
+async def test_a_call_that_is_cancelled_while_it_connects_leaves_no_socket_open(monkeypatch):
+    left_open = []
+    monkeypatch.setattr(sys, "unraisablehook", left_open.append)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for steps in range(6):
+            client = HttpClient()
+            call = asyncio.create_task(client.call(post(url)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await client.aclose()
+    gc.collect()
+    assert not left_open
+
+
 async def test_tls_to_an_engine_without_it_is_refused(client):
     async def behave(peer: Peer) -> None:
         await peer.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
