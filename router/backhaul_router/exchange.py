@@ -8,11 +8,12 @@ was read. Everything that the engines keep for it is released.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import random
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,8 @@ class _Exchange:
     found: dict[str, Any] = field(default_factory=dict)
     pinned: list[tuple[Engine, wire.Handle]] = field(default_factory=list)
     """Handles that are still to be released, with the engine that holds the blocks."""
+    given_up: Callable[[], bool] = bool
+    """Asked before each request. A request that is under way is left to end: its answer names what has to be released."""
 
     @property
     def block_size(self) -> int:
@@ -242,6 +245,8 @@ class _Exchange:
         }
 
     async def _post(self, engine: Engine, path: str, body: Mapping[str, Any], verdict: Verdict) -> bytes:
+        if self.given_up():
+            raise asyncio.CancelledError
         self.calls += 1
         headers = {"x-request-id": f"{self.name}-{self.calls}"}
         call = EngineCall(engine.url + path, msgspec.json.encode(body), headers, self.timeout_s)
@@ -281,10 +286,17 @@ class _Exchange:
 
 
 async def exchange(
-    client: EngineClient, prefill: Engine, decode: Engine, *, threshold: int = 64, timeout_s: float = 10.0
+    client: EngineClient,
+    prefill: Engine,
+    decode: Engine,
+    *,
+    threshold: int = 64,
+    timeout_s: float = 10.0,
+    given_up: Callable[[], bool] = bool,
 ) -> Exchange:
-    """Runs it. Never raises for what engines do; `timeout_s` limits each request. `threshold` is `kv_recompute_threshold`."""
-    run = _Exchange(client, prefill, decode, threshold, timeout_s)
+    """Runs it. Never raises for what engines do; `timeout_s` limits each request. `threshold` is `kv_recompute_threshold`. Once
+    `given_up` says so the request under way is the last one, what engines keep is released, and the task is cancelled."""
+    run = _Exchange(client, prefill, decode, threshold, timeout_s, given_up=given_up)
     started = time.monotonic()
     detail = ""
     try:

@@ -9,6 +9,7 @@ of the exchange.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from .leases import Spawn
 log = logging.getLogger("backhaul")
 
 _TIMEOUT_S = 10.0
+_LAST_S = 1.0
 _AGAIN_S = 300.0
 """A pair that was found unsafe is tried again after so long."""
 
@@ -43,6 +45,7 @@ class PairChecks:
         self._spawn = spawn
         self._running: dict[tuple[asyncio.AbstractEventLoop, str, str], asyncio.Task[None]] = {}
         self._checked = clock()
+        self._closed = False
 
     def wanted(self, prefill: str, decode: str) -> bool:
         """Whether it is to be found out."""
@@ -66,12 +69,15 @@ class PairChecks:
         if not task.cancelled():
             task.result()
 
-    def cancel(self) -> None:
-        """Gives up what this event loop has begun; what engines keep for it is released all the same."""
+    def close(self) -> None:
+        """Gives up. What this event loop has begun ends after its request under way, `_LAST_S` from now at the latest, and what
+        engines keep for it is released."""
+        self._closed = True
         loop = asyncio.get_running_loop()
         for (where, _, _), task in tuple(self._running.items()):
             if where is loop:
-                task.cancel()
+                giving_up = loop.call_later(_LAST_S, task.cancel)
+                task.add_done_callback(functools.partial(_call_off, giving_up))
 
     async def check_unsafe_again(self) -> None:
         for prefill, decode in self._fleet.unsafe_pairs:
@@ -80,11 +86,13 @@ class PairChecks:
 
     async def _check(self, prefill: Engine, decode: str) -> None:
         holder = self._fleet.get(decode)
-        if holder is None:
+        if holder is None or self._closed:
             return
         timeout_s = min(_TIMEOUT_S, self.config.prefill_timeout_s)
         threshold = self.config.kv_recompute_threshold
-        found = await exchange(self._client, prefill, holder, threshold=threshold, timeout_s=timeout_s)
+        found = await exchange(
+            self._client, prefill, holder, threshold=threshold, timeout_s=timeout_s, given_up=lambda: self._closed
+        )
         self._checked = self._clock()
         if found.verdict.unsafe:
             why = f"{found.verdict}: {found.detail}"
@@ -97,3 +105,7 @@ class PairChecks:
             self._fleet.note_pair(prefill.url, decode, why)
         else:
             self._fleet.note_pair(prefill.url, decode, None)
+
+
+def _call_off(timer: asyncio.TimerHandle, _: object) -> None:
+    timer.cancel()

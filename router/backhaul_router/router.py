@@ -551,7 +551,7 @@ class Router:
     async def aclose(self) -> None:
         """Releases every handle of this router, but those that it shares with others, and closes the connections."""
         if self._leases is not None:
-            self.pairs.cancel()
+            self.pairs.close()
             if self._prober is not None:
                 await self._prober.aclose()
             if not self.ledger.shared:

@@ -313,6 +313,16 @@ async def test_a_router_that_closes_in_the_middle_of_a_turn_ends_it(
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
+@pytest.mark.parametrize("steps", range(0, 120, 8))
+async def test_a_router_that_closes_while_it_tries_a_pair_leaves_nothing_pinned(steps: int) -> None:
+    async with run_cluster(check_pairs=True) as cluster:
+        await first_turn(cluster)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await cluster.router.aclose()
+        await cluster.until(lambda: not any(engine.usage for engine in cluster.engines))
+
+
 async def test_releases_take_another_way_where_the_first_is_closed() -> None:
     async with run_cluster(prefill=2) as cluster:
         for conversation in "abcd":
