@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,6 +18,7 @@ GRACE_S = 2.0
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 CHILDREN = pytest.StashKey[list[str]]()
+LEFT = "left_running"
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +49,37 @@ OURS_ALONE = ("test_collapse", "test_conversation", "test_conversations", "test_
 """About conversations, whichever client makes the calls in them."""
 
 
+ALONE = frozenset(
+    {
+        "test_bench",
+        "test_bench_exact_histories",
+        "test_bench_overhead",
+        "test_bench_peers",
+        "test_bench_retention",
+        "test_bench_scale",
+        "test_connector_cost",
+        "test_demo",
+        "test_engine_client",
+        "test_fast_client",
+        "test_fleet_failures",
+        "test_launch",
+        "test_left_behind",
+        "test_lease_channel",
+        "test_redis_ledger",
+        "test_repository",
+        "test_scale",
+        "test_sse",
+        "test_transport",
+    }
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests in which openai's client runs: these are run with both of its majors."""
+    """Marks the tests in which openai's client runs, since these are run with both of its majors; and those that are not run
+    beside others."""
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker(pytest.mark.alone)
     for path in {item.path for item in items}:
         uses = path.stem not in OURS_ALONE and USES_OPENAI.search(path.read_text())
         if uses or path.stem in RUNS_PROGRAMS_THAT_DO:
@@ -59,9 +89,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.stash[CHILDREN] = left = list(running_children())
+    left = session.config.stash.setdefault(CHILDREN, [])
+    if session.config.getoption("numprocesses", None):
+        pass  # its children are workers, which tell of their own
+    elif (output := getattr(session.config, "workeroutput", None)) is not None:
+        output[LEFT] = list(running_children())
+    else:
+        left += running_children()
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended."""
+    node.config.stash.setdefault(CHILDREN, []).extend(getattr(node, "workeroutput", {}).get(LEFT, ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
