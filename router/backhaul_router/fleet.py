@@ -328,10 +328,12 @@ class Fleet:
         preferred one. Engines that drain or whose breaker is open are used where no other is left. `moving_ms` is what it
         costs that another prefill engine does not have the history."""
         excluded = {*without, *self._closed}
-        engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
-        home = next((engine for engine in engines if engine.url == preferred and self._may_stay(engine)), None)
+        home = self._by_url.get(preferred) if preferred is not None and preferred not in excluded else None
+        if home is not None and (home.role is not role or not self._may_stay(home)):
+            home = None
         if home is not None and not self.load.is_pressed(home.url):
             return home
+        engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
         if len(engines) <= 1:
             return engines[0] if engines else None
         with self._lock:
