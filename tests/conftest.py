@@ -90,11 +90,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = session.config.stash.setdefault(CHILDREN, [])
-    if session.config.getoption("numprocesses", None):
-        pass  # its children are workers, which tell of their own
-    elif (output := getattr(session.config, "workeroutput", None)) is not None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
         output[LEFT] = list(running_children())
-    else:
+    elif not session.config.getoption("numprocesses", None):  # else its children are workers, which tell of their own
         left += running_children()
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

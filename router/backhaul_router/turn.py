@@ -151,9 +151,9 @@ class Turn:
     """D has the client's own body, and the turn leaves nothing."""
     failed_on: frozenset[str] = frozenset()
     erred: frozenset[Role] = frozenset()
+    """Roles of which an engine answered with an error: one other is tried, not every one."""
     deaths: int = 0
     """Engines that may have died of this request, in earlier turns with it too."""
-    """Roles of which an engine answered with an error: one other is tried, not every one."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
     said: Said | None = None

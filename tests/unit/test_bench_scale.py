@@ -14,7 +14,7 @@ from backhaul_router import cli
 MANY = 10_000
 
 
-def test_ten_thousand_conversations_take_less_than_they_may_besides_their_handles() -> None:
+def test_the_ledger_takes_less_for_ten_thousand_conversations_than_they_may_besides_their_handles() -> None:
     conversations = scale.Conversations(MANY, 1_024)
     conversations.add(0)
     conversations.payload = 0

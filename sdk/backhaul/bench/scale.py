@@ -111,13 +111,18 @@ class Conversations:
             "", wire.read_request(wire.Endpoint.CHAT, b'{"model":"%s"}' % _MODEL.encode()).model, "", name(number)
         )
 
-    def add(self, number: int) -> None:
-        """Its first turn."""
+    def add(self, number: int, fleet: Fleet | None = None) -> None:
+        """Its first turn; with what a fleet keeps of it, retention's account and placement's."""
         key = self.key(number)
         chain = self.chain(number)
         now = number * 1e-7  # an object of its own, as in life
         taken = self.ledger.take(key, chain, now, _usable)
-        self.ledger.settle(key, taken, self.branch(chain, number), now)
+        branch = self.branch(chain, number)
+        self.ledger.settle(key, taken, branch, now)
+        if fleet is not None:
+            fleet.retention.settled(key, taken, branch, (), now)
+            prefill, decode = fleet.prefill[0], fleet.decode[0]
+            fleet.note_placed((key.tenant, key.conversation), decode, prefill, now)
 
     def messages(self, number: int) -> list[bytes]:
         """The second turn's; the first has all but the last two."""
@@ -283,7 +288,7 @@ def measure(options: Options, progress: Callable[[str], None] = lambda _: None) 
     for step in steps:
         progress(f"{step:,} conversations")
         for number in range(filled, step):
-            conversations.add(number)
+            conversations.add(number, fleet)
         filled = step
         payload = conversations.payload
         grown = None if empty is None else (_rss() or empty) - empty
