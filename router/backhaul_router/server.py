@@ -22,6 +22,7 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from . import team_admin
 from .admission import Limits
 from .asgi import App, is_loopback, make_app
 from .config import RouterConfig
@@ -30,6 +31,8 @@ from .http_limits import LimitedHttp
 from .otlp import tracing_from
 from .reload import Reload
 from .settings import ServerSettings, Settings
+from .team import Team
+from .team_app import Colleagues
 from .tenants import KEYS_VARIABLE, NO_TENANTS, Tenants
 from .tls import server_context
 
@@ -49,10 +52,17 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def serve(settings: Settings, load: Callable[[], Settings] | None = None) -> None:
     """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one. `load` reads the settings again.
 
-    Raises `ConfigError`: the address cannot be used, or the engines cannot."""
+    Raises `ConfigError`: the address cannot be used, or the engines cannot; with several workers `workers.WorkersFailed` too."""
     with listen(settings.server.host, settings.server.port) as listener:
         started = functools.partial(_say_how_to_reach, asks_for_key=bool(settings.tenants))
-        serve_settings(listener, settings, load, started=started)
+        if settings.server.workers == 1:
+            serve_settings(listener, settings, load, started=started)
+            return
+        from . import workers  # which imports this module
+
+        if not settings.tenants:
+            _warn_where_anybody_may_ask(listener)
+        workers.serve(listener, settings, load, started)
 
 
 def _say_how_to_reach(url: str, *, asks_for_key: bool) -> None:
@@ -82,16 +92,17 @@ def serve_settings(
     *,
     started: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
+    team: Team | None = None,
 ) -> None:
     """As `serve`, on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is called
-    all along; what it raises ends the server at once."""
+    all along; what it raises ends the server at once. `team`: that of which it is a worker."""
     of_server = settings.server
     tls = None if of_server.tls_cert is None else server_context(of_server.tls_cert, of_server.tls_key)
-    if not settings.tenants:
+    if not settings.tenants and team is None:
         _warn_where_anybody_may_ask(listener)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         app = make_app(
-            settings.router,
+            settings.router if team is None else team_admin.with_members(settings.router, team.members),
             settings.tenants,
             metrics_public=of_server.metrics_public,
             limits=settings.limits,
@@ -101,7 +112,10 @@ def serve_settings(
         app.admin.set_key(settings.admin_key)
         if load is not None:
             app.admin.reload = Reload(app, settings, load, tls)
-        runner.run(_serve(app, listener, of_server, tls, started, check))
+        if team is not None:
+            app.team = Colleagues(team, app)
+            app.record = app.team.record
+        runner.run(_serve(app, listener, of_server, tls, started, check, team))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -159,8 +173,11 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: App, delay_s: float, started: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: App, delay_s: float, started: Callable[[], None], *, is_worker: bool = False
+    ) -> None:
         super().__init__(config)
+        self._is_worker = is_worker
         self._app = app
         self._delay_s = delay_s
         self._say_started = started
@@ -171,13 +188,20 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         loop = asyncio.get_running_loop()
-        if self._app.stopping:
+        if self._app.stopping and not self._is_worker:
             loop.call_soon_threadsafe(self.end_now)
-        elif self._delay_s:
-            loop.call_soon_threadsafe(loop.call_later, self._delay_s, self._end)
         else:
-            self.should_exit = True
+            loop.call_soon_threadsafe(self.begin_stop)
+
+    def begin_stop(self) -> None:
+        """Goes on for the delay, and then lets requests finish. May be called again."""
+        if self._app.stopping:
+            return
         self._app.stopping = True
+        if self._delay_s:
+            asyncio.get_running_loop().call_later(self._delay_s, self._end)
+        else:
+            self._end()
 
     def _end(self) -> None:
         self.should_exit = True
@@ -190,11 +214,13 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0."""
+        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0. A worker is
+        told by its parent, and of signals heeds SIGTERM alone, once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGTERM,) if self._is_worker else (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:
@@ -209,6 +235,7 @@ async def _serve(
     tls: ssl.SSLContext | None,
     started: Callable[[str], None],
     check: Callable[[], None],
+    team: Team | None = None,
 ) -> None:
     config = uvicorn.Config(
         app,
@@ -228,8 +255,14 @@ async def _serve(
     config.ssl = tls
     url = base_url(listener, "http" if tls is None else "https")
     try:
+        if team is not None:
+            await team.join()
         await app.connect()
-        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url))
+        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url), is_worker=team is not None)
+        if team is not None:
+            team_admin.drain(app.router, team.members)
+            team.connected()
+            team.serve_with(server)
         watch = asyncio.create_task(_watch(check, server))
         try:
             await server.serve(sockets=[listener])
@@ -243,6 +276,8 @@ async def _serve(
             raise failure
     finally:
         await app.aclose()
+        if team is not None:
+            await team.aclose()
 
 
 async def _watch(check: Callable[[], None], server: _Server) -> None:
