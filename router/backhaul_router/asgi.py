@@ -23,8 +23,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
@@ -118,7 +116,6 @@ class App:
         """The other processes that serve the same address, where there are any."""
         self.stopping = False
         """Requests are answered as before, but new ones had better go elsewhere."""
-        self._running: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"<App {self.router} {self.reports}>"
@@ -197,14 +194,12 @@ class App:
             await self._backhaul(scope, send, tenant)
         elif scope["method"] != "POST":
             await self._routed(scope, receive, send, tenant)
-        elif self._running[tenant.name] >= (tenant.max_concurrent_turns or math.inf):
-            await self._refuse(receive, send, refusal_of_turn(path, tenant))
         else:
-            self._running[tenant.name] += 1
             try:
-                await self._routed(scope, receive, send, tenant)
-            finally:
-                self._running[tenant.name] -= 1
+                with self.admission.request(tenant.name, tenant.max_concurrent_turns):
+                    await self._routed(scope, receive, send, tenant)
+            except Refused as refused:
+                await self._refuse(receive, send, refusal_of_turn(path, refused))
 
     # --- what the router answers
 
