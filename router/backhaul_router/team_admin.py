@@ -1,7 +1,8 @@
 """The operator's endpoints where a router has several workers.
 
-A request reaches one of them. What it changes is changed by that one first, and by the others when it went well there; the parent
-passes it on, and keeps the engines for workers that are started later. The ledger is shared, so that a flush is everybody's.
+A request reaches one of them. What it changes is changed by that one first, and by the others when it went well there; an engine
+is removed by all at once, since that takes as long as its turns. The parent passes it on, and keeps the engines for workers that
+are started later. The ledger is shared, so that a flush is everybody's.
 
     GET /backhaul/admin/workers    the workers, with their process ids
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .admin import PATH, Answer, Query
+from .admin import MAX_WAIT_S, PATH, Answer, Query
 from .config import RouterConfig
 from .fleet import Role
 from .router import Router
@@ -72,28 +73,14 @@ class TeamAdmin:
             workers = (await self._team.ask("", Whom.NONE)).workers
             return Answer(200, {"workers": msgspec.to_builtins(workers), "answers": self._team.number})
         if at == ("GET", "/engines"):
-            return _listed(await self._team.ask("engines", Whom.ALL, limit_s=_CHANGE_S))
+            return listed(await self._team.ask("engines", Whom.ALL, limit_s=_CHANGE_S))
         if (kind := _CHANGES.get(at)) is None:
             return await self._app.admin.answer(method, path, query, body)
         removes = method == "DELETE"
         limit_s = _CHANGE_S + (_seconds(query) if removes else 0.0)
         whom = Whom.CHANGE_AT_ONCE if removes else Whom.CHANGE
-        return self._changed(at, await self._team.ask(kind, whom, [method, path, dict(query), body], limit_s))
-
-    def _changed(self, at: tuple[str, str], answers: Answers) -> Answer:
-        by_worker = {worker: Answer(*one) for worker, one in answers.answers.items()}
-        first = by_worker.get(self._team.number)
-        if first is not None and not _well(at[0], first):
-            return first
-        failed = {worker: one for worker, one in by_worker.items() if not _well(at[0], one)}
-        if failed or answers.missing or first is None:
-            whys = [f"worker {worker}: {one.value['error']['message']}" for worker, one in sorted(failed.items())]
-            whys += [f"worker {worker} has not answered yet" for worker in answers.missing]
-            return Answer.error(502, f"not by all workers, so ask again: {'; '.join(whys)}", "not_all_workers")
-        done = [one for one in by_worker.values() if one.status < 400]
-        if at == ("POST", "/engines/drain"):
-            return Answer(200, _drained([one.value for one in done]))
-        return first if first in done else next(iter(done), first)
+        answers = await self._team.ask(kind, whom, [method, path, dict(query), body], limit_s)
+        return changed(at, self._team.number, answers)
 
     async def _do_list(self, _: object) -> Said:
         return said((await self._app.admin.answer("GET", f"{PATH}/engines", {}, b"")).value["engines"])
@@ -115,6 +102,23 @@ class TeamAdmin:
         ]
 
 
+def changed(at: tuple[str, str], asked: int, answers: Answers) -> Answer:
+    """What became of a change that worker `asked` was asked for."""
+    by_worker = {worker: Answer(*one) for worker, one in answers.answers.items()}
+    first = by_worker.get(asked)
+    if first is not None and not _well(at[0], first):
+        return first
+    failed = {worker: one for worker, one in by_worker.items() if not _well(at[0], one)}
+    if failed or answers.missing or first is None:
+        whys = [f"worker {worker}: {one.value['error']['message']}" for worker, one in sorted(failed.items())]
+        whys += [f"worker {worker} has not answered yet" for worker in answers.missing]
+        return Answer.error(502, f"not by all workers, so ask again: {'; '.join(whys)}", "not_all_workers")
+    done = [one for one in by_worker.values() if one.status < 400]
+    if at == ("POST", "/engines/drain"):
+        return Answer(200, _drained([one.value for one in done]))
+    return first if first in done else next(iter(done), first)
+
+
 def _well(method: str, answer: Answer) -> bool:
     """An engine that is to go and is not there has gone already."""
     return answer.status < 400 or (method == "DELETE" and answer.status == 404)
@@ -122,8 +126,9 @@ def _well(method: str, answer: Answer) -> bool:
 
 def _seconds(query: Query) -> float:
     with contextlib.suppress(KeyError, ValueError):
-        return min(max(float(query["within_s"][-1]), 0.0), 3600.0)
-    return _REMOVE_S
+        if 0 <= (seconds := float(query["within_s"][-1])) <= MAX_WAIT_S:
+            return seconds
+    return _REMOVE_S  # any other number is refused
 
 
 def _drained(said_by: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -131,22 +136,23 @@ def _drained(said_by: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**said_by[0], **numbers, "done": all(one["done"] for one in said_by)}
 
 
-def _listed(answers: Answers) -> Answer:
+def listed(answers: Answers) -> Answer:
     """Calls and handles of all workers; the state is the worst that one of them sees, and `states` has each."""
     engines: dict[str, dict[str, Any]] = {}
     states: dict[str, dict[int, str]] = {}
     sums: dict[str, Counter[str]] = {}
-    for worker, listed in sorted(answers.answers.items()):
-        for one in listed:
+    for worker, engines_of in sorted(answers.answers.items()):
+        for one in engines_of:
             url = one["url"]
             if engines.get(url, {}).get("state", "absent") == "absent":
                 engines[url] = one
             states.setdefault(url, {})[worker] = one["state"]
             sums.setdefault(url, Counter()).update({name: one.get(name, 0) for name in ("in_flight", "handles")})
-    shown = []
+    shown: list[dict[str, Any]] = []
     for url, one in engines.items():
         worst = min(states[url].values(), key=_STATES.index)
-        counts = {name: sums[url][name] for name in ("in_flight", "handles") if name in one}
-        differ: dict[str, Any] = {"states": states[url]} if len(set(states[url].values())) > 1 else {}
-        shown.append({**one, "state": worst, **counts, **differ})
+        counts: dict[str, Any] = {name: sums[url][name] for name in ("in_flight", "handles") if name in one}
+        shown.append({**one, "state": worst, **counts})
+        if len(set(states[url].values())) > 1:
+            shown[-1]["states"] = states[url]
     return Answer(200, {"engines": shown})

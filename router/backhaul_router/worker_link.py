@@ -25,7 +25,7 @@ class Whom(enum.StrEnum):
     """First the one that asks, and where that went well all the others, those that are about to serve too. Changes are made one
     after the other."""
     CHANGE_AT_ONCE = "change_at_once"
-    """The same, beside other changes."""
+    """All of them at the same time, beside other changes."""
     NONE = "none"
     """The parent alone, which says how the workers are."""
 

@@ -4,8 +4,8 @@ The parent answers no requests. It starts the workers by forking, so that they h
 those anew that end, tells them to stop, and passes on what they ask each other (`team`). It holds one end of a pair of sockets
 with each; a worker that finds the other end closed knows that the parent is gone, however it went, and stops as if it were told.
 
-It has neither threads nor an event loop, which makes forking safe, and its decisions are few: uvicorn's supervisor has no
-channel between workers, cuts requests at a second signal's race, and does not end them when it is killed.
+It has neither threads nor an event loop, which makes forking safe. uvicorn has a supervisor too; its workers do not hear of each
+other nor of its death, start anew without a pause, and are told to stop by a signal, which a terminal has sent them already.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from . import logs, server
 from .errors import ConfigError
@@ -30,34 +28,14 @@ from .ledger_protocol import open_ledger
 from .reload import in_force
 from .settings import Settings
 from .team import Team
-from .worker_link import (
-    RELOAD,
-    Answers,
-    Ask,
-    Do,
-    Failed,
-    Member,
-    Message,
-    Ready,
-    Said,
-    Stop,
-    Unpacker,
-    Whom,
-    Worker,
-    packed,
-)
+from .worker_link import Ask, Failed, Message, Ready, Said, Stop
+from .worker_process import Place, Process
+from .worker_questions import Questions
 
 log = logging.getLogger("backhaul")
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 30.0
-_STEADY_S = 60.0
-"""A worker that has served for so long has not failed at its start."""
-_MOST_FAILURES = 8
-"""Of each worker in a row, while none serves: then the parent gives up."""
 _CLEANUP_S = 15.0
 """For releases and the like, once requests have ended."""
-_READ_BYTES = 256 * 1024
 
 Load = Callable[[], Settings]
 
@@ -77,87 +55,6 @@ def serve(listener: socket.socket, settings: Settings, load: Load | None, starte
     _Parent(listener, settings, load, started).run()
 
 
-@dataclass(eq=False)
-class _Process:
-    """A worker that runs."""
-
-    pid: int
-    link: socket.socket
-    asking: dict[int, _Question] = field(default_factory=dict)
-    """Questions to it that it has not answered."""
-    serves_since: float | None = None
-    failure: str = ""
-    silent: bool = False
-    """It has closed its end, and says nothing any more."""
-    _unpacker: Unpacker = field(default_factory=Unpacker)
-    _unsent: bytearray = field(default_factory=bytearray)
-
-    def send(self, message: Message) -> None:
-        self._unsent += packed(message)
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what can be sent at once."""
-        try:
-            while self._unsent:
-                del self._unsent[: self.link.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except (BrokenPipeError, ConnectionResetError):  # it ends, which shows by itself
-            self._unsent.clear()
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def received(self) -> list[Message]:
-        try:
-            data = self.link.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionResetError:
-            data = b""
-        self.silent = not data
-        return self._unpacker.feed(data)
-
-
-@dataclass(eq=False)
-class _Place:
-    """Of one worker, which may be started many times."""
-
-    number: int
-    process: _Process | None = None
-    restarts: int = 0
-    failures: int = 0
-    """In a row."""
-    start_at: float | None = None
-
-    @property
-    def shown(self) -> Worker:
-        process = self.process
-        serves = process is not None and process.serves_since is not None
-        return Worker(self.number, process.pid if process else None, serves, self.restarts)
-
-
-@dataclass(eq=False)
-class _Question:
-    """One that is being answered."""
-
-    number: int
-    asker: _Place
-    by: _Process
-    ask: Ask
-    until: float
-    answers: dict[int, Any] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
-    spread: bool = False
-    """Of a change: the one that asks has made it, and the others are told."""
-
-    @property
-    def is_change(self) -> bool:
-        return self.ask.whom in (Whom.CHANGE, Whom.CHANGE_AT_ONCE)
-
-
 class _Parent:
     def __init__(
         self, listener: socket.socket, settings: Settings, load: Load | None, started: Callable[[str], None]
@@ -166,13 +63,8 @@ class _Parent:
         self._settings = settings
         self._load = load
         self._say_started: Callable[[str], None] | None = started
-        self._members: list[Member] = []
-        """Empty: as the configuration names them."""
-        self._places = [_Place(number) for number in range(1, settings.server.workers + 1)]
-        self._questions: dict[int, _Question] = {}
-        self._changes: list[tuple[_Place, _Process, Ask]] = []
-        """That wait for the one before."""
-        self._asked = 0
+        self._places = [Place(number) for number in range(1, settings.server.workers + 1)]
+        self._questions = Questions(self._places, self._read_again)
         self._stopping = False
         self._signals_left = 0
         """That have come, and nothing was done about."""
@@ -238,19 +130,26 @@ class _Parent:
 
     # --- processes
 
-    def _start(self, place: _Place) -> None:
+    def _start(self, place: Place) -> None:
         place.start_at = None
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            self._start_later(place, 0.0, f"worker {place.number} cannot be started: {error.strerror}")
+            return
         if pid == 0:
             self._become(place.number, ours, theirs)
         theirs.close()
         ours.setblocking(False)
-        place.process = _Process(pid, ours)
+        place.process = Process(pid, ours)
         self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear, place, place.process))
         log.info("worker %d is process %d", place.number, pid)
+        self._questions.started(place)
 
     def _become(self, number: int, ours: socket.socket, theirs: socket.socket) -> None:
         """The rest of the life of a process that was just forked."""
@@ -264,7 +163,7 @@ class _Parent:
             for one in (ours, self._woken, *(place.process.link for place in self._places if place.process)):
                 one.close()
             logs.name_worker(number)
-            status = _work(self._listener, self._settings, self._load, Team(theirs, number, self._members))
+            status = _work(self._listener, self._settings, self._load, Team(theirs, number, self._questions.members))
         except BaseException:
             log.exception("worker %d ended, and Backhaul is at fault", number)
         finally:
@@ -286,54 +185,53 @@ class _Parent:
             if process.link in self._selector.get_map():
                 self._selector.unregister(process.link)
             process.link.close()
-            for question in list(process.asking.values()):
-                self._no_answer(place, question)
+            self._questions.gone(place)
             self._ended(place, process, os.waitstatus_to_exitcode(status))
 
-    def _ended(self, place: _Place, process: _Process, status: int) -> None:
+    def _ended(self, place: Place, process: Process, status: int) -> None:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        why = process.failure or f"worker {place.number} {how}"
         if self._stopping:
             if status and self._failure is None:
-                self._failure = WorkersFailed(process.failure or f"{why} when it was to stop")
-            return
+                self._failure = WorkersFailed(process.failure or f"worker {place.number} {how} when it was to stop")
+        elif self._say_started is not None and process.failure:
+            self._stop(now=True, failure=ConfigError(process.failure))
+        else:
+            served_s = 0.0 if process.serves_since is None else time.monotonic() - process.serves_since
+            why = f": {process.failure}" if process.failure else ""
+            self._start_later(place, served_s, f"worker {place.number} (process {process.pid}) {how}{why}")
+
+    def _start_later(self, place: Place, served_s: float, why: str) -> None:
+        """Where there is hope."""
+        pause_s = place.restarts.pause_s(served_s)
         if self._say_started is not None:
-            self._stop(now=True, failure=ConfigError(process.failure) if process.failure else WorkersFailed(why))
-            return
-        served_s = 0.0 if process.serves_since is None else time.monotonic() - process.serves_since
-        if served_s > _STEADY_S:
-            place.failures = 0
-        pause_s = min(_FIRST_PAUSE_S * 2**place.failures, _LONGEST_PAUSE_S)
-        place.failures += 1
-        if all(one.failures >= _MOST_FAILURES and not one.shown.serves for one in self._places):
+            self._stop(now=True, failure=WorkersFailed(why))
+        elif all(one.restarts.hopeless and not one.serves for one in self._places):
             self._stop(now=True, failure=WorkersFailed(f"no worker stays up: {why}"))
-            return
-        log.error(
-            "worker %d (process %d) %s; it is started again in %g s%s",
-            place.number,
-            process.pid,
-            how,
-            pause_s,
-            f": {process.failure}" if process.failure else "",
-        )
-        place.start_at = time.monotonic() + pause_s
+        else:
+            log.error("%s; it is started again in %g s", why, pause_s)
+            place.start_at = time.monotonic() + pause_s
+
+    def _read_again(self) -> None:
+        """Workers that are started from now on follow what the others do."""
+        if self._load is not None:
+            try:
+                self._settings = in_force(self._settings, self._load())
+            except ConfigError as error:
+                log.error("workers that are started again do not get the new configuration: %s", error)  # noqa: TRY400
 
     # --- time
 
     def _idle_s(self) -> float | None:
-        moments = [question.until for question in self._questions.values()]
-        moments += [place.start_at for place in self._places if place.start_at is not None]
-        moments += [] if self._kill_at is None else [self._kill_at]
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        moments = (self._kill_at, self._questions.next_until, *(place.start_at for place in self._places))
+        first = min((moment for moment in moments if moment is not None), default=None)
+        return None if first is None else max(0.0, first - time.monotonic())
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        for question in list(self._questions.values()):
-            if question.until <= now:
-                self._close(question)
+        self._questions.look_at_the_clock(now)
         for place in self._places:
             if place.start_at is not None and place.start_at <= now:
-                place.restarts += 1
+                place.restarts.count += 1
                 self._start(place)
         if self._kill_at is not None and self._kill_at <= now:
             self._kill_at = None
@@ -344,7 +242,7 @@ class _Parent:
 
     # --- what workers say
 
-    def _hear(self, place: _Place, process: _Process, events: int) -> None:
+    def _hear(self, place: Place, process: Process, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             process.flush()
         if events & selectors.EVENT_READ:
@@ -361,87 +259,21 @@ class _Parent:
                 if key.events != wanted:
                     self._selector.modify(process.link, wanted, key.data)
 
-    def _take(self, place: _Place, process: _Process, message: Message) -> None:
+    def _take(self, place: Place, process: Process, message: Message) -> None:
         match message:
             case Ready(url):
                 process.serves_since = time.monotonic()
-                if self._say_started is not None and all(one.shown.serves for one in self._places):
+                if self._say_started is not None and all(one.serves for one in self._places):
                     self._say_started(url)
                     self._say_started = None
             case Failed(text):
                 process.failure = text
             case Said():
-                self._said(place, process, message)
-            case Ask(whom=Whom.CHANGE) if any(one.ask.whom is Whom.CHANGE for one in self._questions.values()):
-                self._changes.append((place, process, message))
+                self._questions.said(place, message)
             case Ask():
-                self._ask(place, process, message)
+                self._questions.ask(place, process, message)
             case _:
                 raise AssertionError(f"no worker says {message}")
-
-    def _ask(self, place: _Place, process: _Process, ask: Ask) -> None:
-        self._asked += 1
-        until = time.monotonic() + ask.limit_s
-        question = self._questions[self._asked] = _Question(self._asked, place, process, ask, until)
-        if question.is_change:
-            self._pass_on(question, [place])
-        elif ask.whom is not Whom.NONE:
-            self._pass_on(question, [one for one in self._places if one.shown.serves])
-        self._close_if_done(question)
-
-    def _pass_on(self, question: _Question, places: list[_Place]) -> None:
-        do = Do(question.number, question.ask.kind, question.ask.what)
-        for place in places:
-            if place.process is not None:
-                question.waiting.add(place.number)
-                place.process.asking[question.number] = question
-                place.process.send(do)
-
-    def _said(self, place: _Place, process: _Process, said: Said) -> None:
-        question = process.asking.pop(said.question, None)
-        if question is None:
-            return
-        question.waiting.discard(place.number)
-        question.answers[place.number] = said.value
-        if question.ask.whom is Whom.UNTIL_ONE and said.good:
-            question.waiting.clear()
-        if question.is_change and not question.spread and said.good:  # too late to tell or not
-            question.spread = True
-            self._changed(said.members, configuration=question.ask.kind == RELOAD)
-            self._pass_on(question, [one for one in self._places if one is not place])
-        self._close_if_done(question)
-
-    def _changed(self, members: list[Member] | None, *, configuration: bool) -> None:
-        """Workers that are started from now on begin with what the others have."""
-        if members is not None:
-            self._members = members
-        if configuration and self._load is not None:
-            try:
-                self._settings = in_force(self._settings, self._load())
-            except ConfigError as error:
-                log.error("workers that are started again do not get the new configuration: %s", error)  # noqa: TRY400
-
-    def _no_answer(self, place: _Place, question: _Question) -> None:
-        """The worker is gone. Where it was to change something, the one that takes its place begins with the change."""
-        question.waiting.discard(place.number)
-        self._close_if_done(question)
-
-    def _close_if_done(self, question: _Question) -> None:
-        if question.number in self._questions and not question.waiting:
-            self._close(question)
-
-    def _close(self, question: _Question) -> None:
-        del self._questions[question.number]
-        missing, workers = sorted(question.waiting), [place.shown for place in self._places]
-        if question.asker.process is question.by:
-            question.by.send(Answers(question.ask.number, question.answers, missing, workers))
-        if question.ask.whom is not Whom.CHANGE:
-            return
-        while self._changes:
-            place, process, ask = self._changes.pop(0)
-            if place.process is process:
-                self._ask(place, process, ask)
-                return
 
 
 def _work(listener: socket.socket, settings: Settings, load: Load | None, team: Team) -> int:
