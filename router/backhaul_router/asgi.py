@@ -123,7 +123,7 @@ class App:
     async def connect(self) -> None:
         """Connects the router, and begins what runs beside it. Raises `ConfigError`."""
         await self.router.connect()
-        if self.metrics is not None:
+        if self.metrics is not None and self.team is None:  # one of several knows a part of what the engines count
             self.metrics.start()
 
     async def aclose(self) -> None:

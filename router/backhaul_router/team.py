@@ -7,6 +7,7 @@ Clients reach one worker, whichever takes their connection. What is said of all 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,6 +22,7 @@ LIMIT_S = 2.0
 _PARENT_S = 5.0
 """The parent's own share."""
 _READ_BYTES = 256 * 1024
+_GONE = "the process that looks after the workers is gone, and this one is about to end"
 
 
 class TeamError(Exception):
@@ -56,6 +58,7 @@ class Team:
         self._server: Server | None = None
         self._starting: asyncio.Task[Any] | None = None
         self._connected = asyncio.Event()
+        self._gone = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: asyncio.StreamWriter | None = None
 
@@ -99,10 +102,15 @@ class Team:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         unpacker = Unpacker()
-        while data := await reader.read(_READ_BYTES):
-            for message in unpacker.feed(data):
-                self._take(message)
+        with contextlib.suppress(ConnectionError):  # it has not read all that it was told
+            while data := await reader.read(_READ_BYTES):
+                for message in unpacker.feed(data):
+                    self._take(message)
         log.warning("the process that looks after the workers is gone: worker %d stops", self.number)
+        self._gone = True
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(TeamError(_GONE))
         self._stop(now=False)
 
     def _take(self, message: Message) -> None:
@@ -144,6 +152,8 @@ class Team:
 
     async def ask(self, kind: str, whom: Whom, what: Any = None, limit_s: float = LIMIT_S) -> Answers:
         """Every worker's answer, this one's too. Raises `TeamError`."""
+        if self._gone:
+            raise TeamError(_GONE)
         self._count += 1
         number = self._count
         future = self._asked[number] = asyncio.get_running_loop().create_future()

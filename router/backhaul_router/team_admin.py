@@ -73,7 +73,7 @@ class TeamAdmin:
             workers = (await self._team.ask("", Whom.NONE)).workers
             return Answer(200, {"workers": msgspec.to_builtins(workers), "answers": self._team.number})
         if at == ("GET", "/engines"):
-            return listed(await self._team.ask("engines", Whom.ALL, limit_s=_CHANGE_S))
+            return listed(await self._team.ask("engines", Whom.ALL))
         if (kind := _CHANGES.get(at)) is None:
             return await self._app.admin.answer(method, path, query, body)
         removes = method == "DELETE"
@@ -155,4 +155,5 @@ def listed(answers: Answers) -> Answer:
         shown.append({**one, "state": worst, **counts})
         if len(set(states[url].values())) > 1:
             shown[-1]["states"] = states[url]
-    return Answer(200, {"engines": shown})
+    missing = {"missing_workers": answers.missing} if answers.missing else {}
+    return Answer(200, {"engines": shown, **missing})

@@ -24,7 +24,7 @@ pytestmark = needs_redis
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ADMIN, ON_RECORD = "/backhaul/admin", "/backhaul/conversations"
 STORY = "The cache keeps the keys and values of every token that the engine ran, block by block. "
-SLOW = {"decode": {"costs": CostModel(decode_s=0.02)}}
+SLOW: Any = {"decode": {"costs": CostModel(decode_s=0.02)}}
 
 
 @dataclass
@@ -90,7 +90,8 @@ def body(pair: LoopbackPair, *more: dict[str, Any], **fields: Any) -> dict[str, 
 
 async def turns(two: Two, conversation: str, *clients: httpx2.AsyncClient) -> list[str]:
     """Turns of one conversation, each by its client; the routes that they took."""
-    routes, more = [], []
+    routes: list[str] = []
+    more: list[dict[str, Any]] = []
     for client in clients:
         answer = await client.post(CHAT, json=body(two.pair, *more), headers={"x-conversation-id": conversation})
         assert answer.status_code == 200, answer.text
@@ -287,10 +288,14 @@ async def test_workers_whose_parent_is_killed_finish_their_requests_and_end() ->
         async with loopback_pair(**SLOW) as pair, two_workers(pair, redis) as two:
             pids = list((await two.pids()).values())
             assert sorted(descendants(two.parent)) == sorted(pids)
-            async with two.two.stream("POST", CHAT, json=body(pair, stream=True, max_tokens=20)) as answer:
+            async with two.two.stream("POST", CHAT, json=body(pair, stream=True, max_tokens=30)) as answer:
                 chunks = answer.aiter_raw()
                 await anext(chunks)
+                two.served.process.send_signal(signal.SIGSTOP)
+                asking = asyncio.create_task(two.one.get("/metrics"))  # unread when it is killed
+                await asyncio.sleep(0.1)
                 two.served.process.kill()
+                assert (await asking).status_code == 503
                 rest = b"".join([chunk async for chunk in chunks])
             assert rest.endswith(b"data: [DONE]\n\n")
             async with asyncio.timeout(10):
