@@ -139,6 +139,17 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def start_listening(listener: socket.socket) -> None:
+    """Has a socket that `listen` returned take connections, without waiting for them. Raises `ConfigError`: another process
+    began to listen on the address meanwhile."""
+    host, port = listener.getsockname()[:2]
+    listener.setblocking(False)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _unusable(host, port, error) from None
+
+
 def base_url(listener: socket.socket, scheme: str = "http") -> str:
     """What clients on this machine take as `base_url=`."""
     host, port = listener.getsockname()[:2]
@@ -174,10 +185,16 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, app: App, delay_s: float, started: Callable[[], None], *, is_worker: bool = False
+        self,
+        config: uvicorn.Config,
+        app: App,
+        delay_s: float,
+        started: Callable[[], None],
+        leave: Callable[[], None] | None = None,
     ) -> None:
+        """`leave`, of a worker, is called at a signal instead of ending: the parent tells when."""
         super().__init__(config)
-        self._is_worker = is_worker
+        self._leave = leave
         self._app = app
         self._delay_s = delay_s
         self._say_started = started
@@ -188,38 +205,52 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         loop = asyncio.get_running_loop()
-        if self._app.stopping and not self._is_worker:
-            loop.call_soon_threadsafe(self.end_now)
-        else:
-            loop.call_soon_threadsafe(self.begin_stop)
-
-    def begin_stop(self) -> None:
-        """Goes on for the delay, and then lets requests finish. May be called again."""
-        if self._app.stopping:
+        if self._leave is not None:
+            loop.call_soon_threadsafe(self._leave)
             return
-        self._app.stopping = True
-        if self._delay_s:
-            asyncio.get_running_loop().call_later(self._delay_s, self._end)
+        if self._app.stopping:
+            loop.call_soon_threadsafe(self.end_now)
+        elif self._delay_s:
+            loop.call_soon_threadsafe(loop.call_later, self._delay_s, self.end)
         else:
-            self._end()
+            self.should_exit = True
+        self._app.stopping = True
 
-    def _end(self) -> None:
+    def end_soon(self) -> None:
+        """Goes on, and says that it is not ready."""
+        self._app.stopping = True
+
+    def end(self) -> None:
+        """Ends when requests have."""
         self.should_exit = True
 
     def end_now(self) -> None:
         """Ends without waiting for requests."""
+        self._app.stopping = True
         self.should_exit = self.force_exit = True
         for task in self.server_state.tasks:
             task.cancel()
 
+    async def accept(self, connection: socket.socket) -> None:
+        """Serves a connection that another process has accepted."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return LimitedHttp(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )
+
+        with contextlib.suppress(OSError):  # the client is gone, or does not speak TLS
+            await loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0. A worker is
-        told by its parent, and of signals heeds SIGTERM alone, once."""
+        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0. Ctrl-C is for
+        the parent, which a terminal tells too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGTERM,) if self._is_worker else (signal.SIGINT, signal.SIGTERM)
+        numbers = (signal.SIGTERM,) if self._leave else (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
@@ -254,18 +285,21 @@ async def _serve(
     config.load()
     config.ssl = tls
     url = base_url(listener, "http" if tls is None else "https")
+    if team is not None:
+        listener.close()  # the parent has it too, and hands connections over
     try:
         if team is not None:
             await team.join()
         await app.connect()
-        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url), is_worker=team is not None)
+        leave = None if team is None else team.leave
+        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url), leave)
         if team is not None:
             team_admin.drain(app.router, team.members)
             team.connected()
             team.serve_with(server)
         watch = asyncio.create_task(_watch(check, server))
         try:
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=[listener] if team is None else [])
         except OSError as error:  # another process began to listen on the address meanwhile
             host, port = listener.getsockname()[:2]
             raise _unusable(host, port, error) from None

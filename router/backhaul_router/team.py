@@ -10,10 +10,25 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from .worker_link import Answers, Ask, Do, Failed, Member, Message, Ready, Said, Stop, Unpacker, Whom, packed
+from .worker_link import (
+    Answers,
+    Ask,
+    Do,
+    Failed,
+    How,
+    Leave,
+    Member,
+    Message,
+    Ready,
+    Said,
+    Stop,
+    Unpacker,
+    Whom,
+    packed,
+)
 
 log = logging.getLogger("backhaul")
 
@@ -21,6 +36,8 @@ LIMIT_S = 2.0
 """For an answer that a worker has at hand."""
 _PARENT_S = 5.0
 """The parent's own share."""
+_ACCEPT_S = 1.0
+"""For TLS handshakes that have begun when a worker is to end."""
 _READ_BYTES = 256 * 1024
 _GONE = "the process that looks after the workers is gone, and this one is about to end"
 
@@ -30,10 +47,19 @@ class TeamError(Exception):
 
 
 class Server(Protocol):
-    """What serves requests, as it is told to stop."""
+    """What serves requests."""
 
-    def begin_stop(self) -> None: ...
-    def end_now(self) -> None: ...
+    async def accept(self, connection: socket.socket) -> None:
+        """Serves a connection from now on."""
+
+    def end_soon(self) -> None:
+        """Goes on, and says that it is not ready."""
+
+    def end(self) -> None:
+        """Ends when requests have. May be called again, as the others may."""
+
+    def end_now(self) -> None:
+        """Ends without waiting for them."""
 
 
 Work = Callable[[Any], Awaitable[Said]]
@@ -47,11 +73,15 @@ def said(value: Any, *, good: bool = True, members: list[Member] | None = None) 
 class Team:
     """One worker's view of it. Made before the event loop; `join` begins to listen."""
 
-    def __init__(self, link: socket.socket, number: int, members: Sequence[Member] = ()) -> None:
+    def __init__(
+        self, link: socket.socket, connections: socket.socket, number: int, members: Sequence[Member] = ()
+    ) -> None:
         """`members`: engines to begin with in place of the configured ones, where there are any."""
         self.number = number
         self.members = list(members)
         self._link = link
+        self._connections = connections
+        self._accepting: set[asyncio.Task[None]] = set()
         self._work: dict[str, Work] = {}
         self._asked: dict[int, asyncio.Future[Answers]] = {}
         self._count = 0
@@ -85,8 +115,38 @@ class Team:
         self._starting, self._server = None, server
 
     def serves(self, url: str) -> None:
-        """Requests are answered."""
+        """Connections are served."""
+        self._connections.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._connections, self._accept)
         self._send(Ready(url))
+
+    def leave(self) -> None:
+        """Ends as if the parent had said so, without what is on the way to this worker being lost."""
+        if not self._gone:
+            self._send(Leave())
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self._connections, 1, 1)
+                for descriptor in descriptors:
+                    task = self._spawn(self._server.accept(socket.socket(fileno=descriptor)))
+                    self._accepting.add(task)
+                    task.add_done_callback(self._accepting.discard)
+                if not data:  # nobody is at the other end any more
+                    asyncio.get_running_loop().remove_reader(self._connections)
+                    return
+
+    async def _end(self) -> None:
+        """When what is on the way here has arrived."""
+        assert self._server is not None
+        self._server.end_soon()
+        self._accept()
+        asyncio.get_running_loop().remove_reader(self._connections)
+        if self._accepting:
+            await asyncio.wait(self._accepting, timeout=_ACCEPT_S)
+        self._server.end()
 
     def failed(self, message: str) -> None:
         """The worker cannot start, and ends; its event loop is closed."""
@@ -111,7 +171,7 @@ class Team:
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(TeamError(_GONE))
-        self._stop(now=False)
+        self._stop(How.END)
 
     def _take(self, message: Message) -> None:
         match message:
@@ -120,24 +180,27 @@ class Team:
             case Answers():
                 if (future := self._asked.get(message.number)) is not None and not future.done():
                     future.set_result(message)
-            case Stop(now):
-                self._stop(now=now)
+            case Stop(how):
+                self._stop(how)
             case _:
                 raise AssertionError(f"the parent does not say {message}")
 
-    def _stop(self, *, now: bool) -> None:
+    def _stop(self, how: How) -> None:
         if self._server is None:
             if self._starting is not None:
                 self._starting.cancel()
-        elif now:
-            self._server.end_now()
+        elif how is How.SOON:
+            self._server.end_soon()
+        elif how is How.END:
+            self._spawn(self._end())
         else:
-            self._server.begin_stop()
+            self._server.end_now()
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

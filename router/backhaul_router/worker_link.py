@@ -1,5 +1,5 @@
 """What a worker and the process that started it tell each other: messages in MessagePack, each behind its length, over a pair of
-sockets that nobody else has. `workers` has the parent's end, `team` that of a worker."""
+sockets that nobody else has. `workers` has the parent's end, `team` that of a worker. Connections go over another pair."""
 
 from __future__ import annotations
 
@@ -97,13 +97,28 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Somebody has told the worker itself to end. It wants no more connections, and to be told when there are none on the way."""
+
+
+class How(enum.StrEnum):
+    """How far a worker is to stop."""
+
+    SOON = "soon"
+    """It goes on, and says that it is not ready."""
+    END = "end"
+    """No more connections come; it ends when its requests have."""
+    NOW = "now"
+    """It ends without waiting for them."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The worker is to end: when its requests are done, or `now`."""
+    """The worker is to end."""
 
-    now: bool = False
+    how: How
 
 
-Message = Ask | Do | Said | Answers | Ready | Failed | Stop
+Message = Ask | Do | Said | Answers | Ready | Failed | Leave | Stop
 _decode = msgspec.msgpack.Decoder(Message).decode
 _encode = msgspec.msgpack.Encoder().encode
 

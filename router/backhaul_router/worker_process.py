@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import socket
+import termios
 from dataclasses import dataclass, field
 
 from .worker_link import Message, Unpacker, Worker, packed
@@ -13,6 +16,8 @@ MOST_FAILURES = 8
 """In a row, of each worker while none serves: then the parent gives up."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_TEN_CONNECTIONS = 8192
+"""Bytes that they take up in a socket's buffer, roughly."""
 _READ_BYTES = 256 * 1024
 
 
@@ -22,6 +27,10 @@ class Process:
 
     pid: int
     link: socket.socket
+    connections: socket.socket
+    """Where it gets those that it is to serve."""
+    leaving: bool = False
+    """It wants no more of them."""
     serves_since: float | None = None
     failure: str = ""
     silent: bool = False
@@ -42,6 +51,28 @@ class Process:
             pass
         except (BrokenPipeError, ConnectionResetError):  # it ends, which shows by itself
             self._unsent.clear()
+
+    def hand(self, connection: socket.socket) -> bool:
+        """Gives it a connection. Returns whether that could be done; what its client has sent by then is the worker's to read."""
+        try:
+            socket.send_fds(self.connections, [b"c"], [connection.fileno()])
+        except OSError:  # there is no room, or it ends
+            return False
+        return True
+
+    @property
+    def backlog(self) -> int:
+        """Of what it was given, what it has not taken: about one for every ten connections. 0 where the system does not say."""
+        found = array.array("i", [0])
+        try:
+            fcntl.ioctl(self.connections, termios.TIOCOUTQ, found)
+        except OSError:
+            return 0
+        return found[0] // _TEN_CONNECTIONS
+
+    def close(self) -> None:
+        self.link.close()
+        self.connections.close()
 
     @property
     def unsent(self) -> bool:
@@ -91,6 +122,11 @@ class Place:
     @property
     def serves(self) -> bool:
         return self.process is not None and self.process.serves_since is not None
+
+    @property
+    def takes(self) -> bool:
+        """Whether it can be given connections."""
+        return self.process is not None and self.process.serves_since is not None and not self.process.leaving
 
     @property
     def shown(self) -> Worker:

@@ -1,8 +1,12 @@
-"""`serve` with several workers: router processes that take connections from one socket, and the process that looks after them.
+"""`serve` with several workers: router processes that serve one address, and the process that looks after them.
 
 The parent answers no requests. It starts the workers by forking, so that they have the configuration that it has checked, starts
 those anew that end, tells them to stop, and passes on what they ask each other (`team`). It holds one end of a pair of sockets
 with each; a worker that finds the other end closed knows that the parent is gone, however it went, and stops as if it were told.
+
+The parent accepts connections and hands them to the workers in turn. If the workers took them from the socket themselves, the
+first one to wake up would take all that have come: of 32 clients, which keep their connections, one worker of four may get all.
+It also means that none is lost with a worker, and that nobody listens any more once the parent is gone.
 
 It has neither threads nor an event loop, which makes forking safe. uvicorn has a supervisor too; its workers do not hear of each
 other nor of its death, start anew without a pause, and are told to stop by a signal, which a terminal has sent them already.
@@ -28,12 +32,13 @@ from .ledger_protocol import open_ledger
 from .reload import in_force
 from .settings import Settings
 from .team import Team
-from .worker_link import Ask, Failed, Message, Ready, Said, Stop
+from .worker_link import Ask, Failed, How, Leave, Message, Ready, Said, Stop
 from .worker_process import Place, Process
 from .worker_questions import Questions
 
 log = logging.getLogger("backhaul")
 
+_RETRY_S = 0.05
 _CLEANUP_S = 15.0
 """For releases and the like, once requests have ended."""
 
@@ -65,7 +70,12 @@ class _Parent:
         self._say_started: Callable[[str], None] | None = started
         self._places = [Place(number) for number in range(1, settings.server.workers + 1)]
         self._questions = Questions(self._places, self._read_again)
+        self._accepts = False
+        self._unplaced: socket.socket | None = None
+        """A connection that no worker had room for."""
+        self._turn = 0
         self._stopping = False
+        self._end_at: float | None = None
         self._signals_left = 0
         """That have come, and nothing was done about."""
         self._kill_at: float | None = None
@@ -77,14 +87,17 @@ class _Parent:
             for place in self._places:
                 self._start(place)
             while not self._stopping or any(place.process for place in self._places):
-                for key, events in self._selector.select(self._idle_s()):
-                    key.data(events)
+                ready = self._selector.select(self._idle_s())
                 for _ in range(self._signals_left):
                     self._signals_left -= 1
                     self._stop(now=self._stopping)
+                for key, events in ready:
+                    if key.fileobj in self._selector.get_map():
+                        key.data(events)
                 self._reap()
                 self._look_at_the_clock()
                 self._watch_writes()
+                self._accept_if_possible()
         if self._failure is not None:
             raise self._failure
 
@@ -119,39 +132,105 @@ class _Parent:
     def _stop(self, *, now: bool, failure: Exception | None = None) -> None:
         self._failure = self._failure or failure
         self._stopping = True
-        self._listener.close()  # the workers still have it, until they take no more connections
-        of_server = self._settings.server
-        patience_s = _CLEANUP_S if now else of_server.shutdown_delay_s + max(1, of_server.grace_s) + _CLEANUP_S
-        self._kill_at = time.monotonic() + patience_s
         for place in self._places:
             place.start_at = None
+        delay_s = self._settings.server.shutdown_delay_s
+        if now or not delay_s:
+            self._end(How.NOW if now else How.END)
+        else:
+            self._tell(How.SOON)
+            self._end_at = time.monotonic() + delay_s
+
+    def _end(self, how: How) -> None:
+        self._end_at = None
+        if self._unplaced is not None:
+            self._unplaced.close()
+            self._unplaced = None
+        if self._accepts:
+            self._selector.unregister(self._listener)
+            self._accepts = False
+        self._listener.close()
+        self._tell(how)
+        patience_s = _CLEANUP_S if how is How.NOW else max(1, self._settings.server.grace_s) + _CLEANUP_S
+        self._kill_at = time.monotonic() + patience_s
+
+    def _tell(self, how: How) -> None:
+        for place in self._places:
             if place.process is not None:
-                place.process.send(Stop(now))
+                place.process.send(Stop(how))
+
+    # --- connections
+
+    def _accept_if_possible(self) -> None:
+        """Connections that nobody can take stay with the system."""
+        if self._unplaced is not None and self._hand_out(self._unplaced):
+            self._unplaced = None
+        can = (
+            self._say_started is None
+            and self._listener.fileno() >= 0
+            and self._unplaced is None
+            and any(place.takes for place in self._places)
+        )
+        if can and not self._accepts:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        elif not can and self._accepts:
+            self._selector.unregister(self._listener)
+        self._accepts = can
+
+    def _accept(self, _: int) -> None:
+        try:
+            connection, _peer = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            log.error("a connection cannot be accepted: %s", error.strerror)  # noqa: TRY400
+            time.sleep(_RETRY_S)  # where there are no descriptors left, it would be tried all the time
+            return
+        if not self._hand_out(connection):
+            self._unplaced = connection
+
+    def _hand_out(self, connection: socket.socket) -> bool:
+        """To the next worker, unless it has left much of what it was given before to be taken, and others have not."""
+        takers = [place.process for place in self._places if place.takes and place.process is not None]
+        if not takers:
+            return False
+        self._turn += 1
+        in_turn = [takers[(self._turn + one) % len(takers)] for one in range(len(takers))]
+        for process in sorted(in_turn, key=lambda one: one.backlog):
+            if process.hand(connection):
+                connection.close()
+                return True
+        return False
 
     # --- processes
 
     def _start(self, place: Place) -> None:
         place.start_at = None
         ours, theirs = socket.socketpair()
+        gives, gets = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             pid = os.fork()
         except OSError as error:
-            ours.close()
-            theirs.close()
+            for one in (ours, theirs, gives, gets):
+                one.close()
             self._start_later(place, 0.0, f"worker {place.number} cannot be started: {error.strerror}")
             return
         if pid == 0:
-            self._become(place.number, ours, theirs)
+            for one in (ours, gives):
+                one.close()
+            self._become(place.number, theirs, gets)
         theirs.close()
+        gets.close()
         ours.setblocking(False)
-        place.process = Process(pid, ours)
+        gives.setblocking(False)
+        place.process = Process(pid, ours, gives)
         self._selector.register(ours, selectors.EVENT_READ, functools.partial(self._hear, place, place.process))
         log.info("worker %d is process %d", place.number, pid)
         self._questions.started(place)
 
-    def _become(self, number: int, ours: socket.socket, theirs: socket.socket) -> None:
+    def _become(self, number: int, link: socket.socket, connections: socket.socket) -> None:
         """The rest of the life of a process that was just forked."""
         status = 1
         try:
@@ -160,10 +239,14 @@ class _Parent:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the parent too, which passes it on
             self._selector.close()
-            for one in (ours, self._woken, *(place.process.link for place in self._places if place.process)):
-                one.close()
+            self._woken.close()
+            for place in self._places:
+                if place.process is not None:
+                    place.process.close()
             logs.name_worker(number)
-            status = _work(self._listener, self._settings, self._load, Team(theirs, number, self._questions.members))
+            status = _work(
+                self._listener, self._settings, self._load, Team(link, connections, number, self._questions.members)
+            )
         except BaseException:
             log.exception("worker %d ended, and Backhaul is at fault", number)
         finally:
@@ -184,7 +267,7 @@ class _Parent:
             place.process = None
             if process.link in self._selector.get_map():
                 self._selector.unregister(process.link)
-            process.link.close()
+            process.close()
             self._questions.gone(place)
             self._ended(place, process, os.waitstatus_to_exitcode(status))
 
@@ -222,7 +305,9 @@ class _Parent:
     # --- time
 
     def _idle_s(self) -> float | None:
-        moments = (self._kill_at, self._questions.next_until, *(place.start_at for place in self._places))
+        if self._unplaced is not None:
+            return _RETRY_S
+        moments = (self._kill_at, self._end_at, self._questions.next_until, *(place.start_at for place in self._places))
         first = min((moment for moment in moments if moment is not None), default=None)
         return None if first is None else max(0.0, first - time.monotonic())
 
@@ -233,6 +318,8 @@ class _Parent:
             if place.start_at is not None and place.start_at <= now:
                 place.restarts.count += 1
                 self._start(place)
+        if self._end_at is not None and self._end_at <= now:
+            self._end(How.END)
         if self._kill_at is not None and self._kill_at <= now:
             self._kill_at = None
             for place in self._places:
@@ -251,6 +338,17 @@ class _Parent:
         if process.silent:
             self._selector.unregister(process.link)
 
+    def _listen(self, url: str) -> None:
+        """All workers serve."""
+        assert self._say_started is not None
+        try:
+            server.start_listening(self._listener)
+        except ConfigError as error:
+            self._stop(now=True, failure=error)
+            return
+        self._say_started(url)
+        self._say_started = None
+
     def _watch_writes(self) -> None:
         for place in self._places:
             if (process := place.process) is not None and not process.silent:
@@ -263,9 +361,12 @@ class _Parent:
         match message:
             case Ready(url):
                 process.serves_since = time.monotonic()
-                if self._say_started is not None and all(one.serves for one in self._places):
-                    self._say_started(url)
-                    self._say_started = None
+                if self._say_started is not None and not self._stopping and all(one.serves for one in self._places):
+                    self._listen(url)
+            case Leave():
+                if not self._stopping:  # else it is told when it is time
+                    process.leaving = True
+                    process.send(Stop(How.END))
             case Failed(text):
                 process.failure = text
             case Said():

@@ -14,7 +14,7 @@ from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.reports import ReportLog
 from backhaul_router.settings import Settings, load
 from backhaul_router.team_admin import changed, listed, with_members
-from backhaul_router.worker_link import Answers, Ask, Member, Message, Stop, Unpacker, Whom, packed
+from backhaul_router.worker_link import Answers, Ask, How, Member, Message, Stop, Unpacker, Whom, packed
 from backhaul_router.worker_process import MOST_FAILURES, STEADY_S, Restarts
 
 ENGINES: dict[str, Any] = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
@@ -66,7 +66,7 @@ def test_it_begins_with_the_engines_that_the_others_have() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_messages_arrive_whole_in_pieces_of_any_size(size: int) -> None:
-    sent: list[Message] = [Ask(7, "show", Whom.ALL, 2.0, ["", "c", None]), Stop(now=True), Stop()]
+    sent: list[Message] = [Ask(7, "show", Whom.ALL, 2.0, ["", "c", None]), Stop(How.NOW), Stop(How.END)]
     data, unpacker = b"".join(map(packed, sent)), Unpacker()
     got = [one for start in range(0, len(data), size) for one in unpacker.feed(data[start : start + size])]
     assert got == sent
