@@ -49,7 +49,7 @@ class ServerSettings:
     shutdown_delay_s: float = 0.0
     """How long the router goes on as before once it was told to stop, but for `/ready`."""
     workers: int = 1
-    """Processes that take connections from one address. Several share what they know of conversations on `redis_url`."""
+    """Processes that serve one address. Several share what they know of conversations on `redis_url`."""
     tls_cert: str | None = None
     tls_key: str | None = None
     """`None`: the key is in the certificate's file."""

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from . import logs, server
@@ -38,6 +39,8 @@ from .worker_questions import Questions
 
 log = logging.getLogger("backhaul")
 
+_AT_ONCE = 32
+"""Connections, before anything else is looked at."""
 _RETRY_S = 0.05
 _CLEANUP_S = 15.0
 """For releases and the like, once requests have ended."""
@@ -76,8 +79,10 @@ class _Parent:
         self._turn = 0
         self._stopping = False
         self._end_at: float | None = None
-        self._signals_left = 0
-        """That have come, and nothing was done about."""
+        self._was_woken = False
+        """By a signal: a worker may have ended."""
+        self._signalled: deque[int] = deque()
+        """Signals that have come, and nothing was done about."""
         self._kill_at: float | None = None
         self._failure: Exception | None = None
 
@@ -88,13 +93,14 @@ class _Parent:
                 self._start(place)
             while not self._stopping or any(place.process for place in self._places):
                 ready = self._selector.select(self._idle_s())
-                for _ in range(self._signals_left):
-                    self._signals_left -= 1
+                while self._signalled:
+                    self._signalled.popleft()
                     self._stop(now=self._stopping)
                 for key, events in ready:
-                    if key.fileobj in self._selector.get_map():
-                        key.data(events)
-                self._reap()
+                    key.data(events)
+                if self._was_woken:
+                    self._was_woken = False
+                    self._reap()
                 self._look_at_the_clock()
                 self._watch_writes()
                 self._accept_if_possible()
@@ -121,10 +127,11 @@ class _Parent:
             woken.close()
             wakes.close()
 
-    def _told(self, *_: object) -> None:
-        self._signals_left += 1
+    def _told(self, number: int, _: object) -> None:
+        self._signalled.append(number)
 
     def _wake(self, _: int) -> None:
+        self._was_woken = True
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
@@ -178,16 +185,18 @@ class _Parent:
         self._accepts = can
 
     def _accept(self, _: int) -> None:
-        try:
-            connection, _peer = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            log.error("a connection cannot be accepted: %s", error.strerror)  # noqa: TRY400
-            time.sleep(_RETRY_S)  # where there are no descriptors left, it would be tried all the time
-            return
-        if not self._hand_out(connection):
-            self._unplaced = connection
+        for _ in range(_AT_ONCE if self._accepts else 0):  # a signal may just have ended it
+            try:
+                connection, _peer = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("a connection cannot be accepted: %s", error.strerror)  # noqa: TRY400
+                time.sleep(_RETRY_S)  # where there are no descriptors left, it would be tried all the time
+                return
+            if not self._hand_out(connection):
+                self._unplaced = connection
+                return
 
     def _hand_out(self, connection: socket.socket) -> bool:
         """To the next worker, unless it has left much of what it was given before to be taken, and others have not."""
@@ -276,6 +285,9 @@ class _Parent:
         if self._stopping:
             if status and self._failure is None:
                 self._failure = WorkersFailed(process.failure or f"worker {place.number} {how} when it was to stop")
+        elif process.leaving and not status:
+            log.info("worker %d (process %d) has ended as it was told; another one follows", place.number, process.pid)
+            place.start_at = time.monotonic()
         elif self._say_started is not None and process.failure:
             self._stop(now=True, failure=ConfigError(process.failure))
         else:

@@ -275,7 +275,8 @@ async def test_a_second_signal_does_not_wait_for_requests() -> None:
                 async with asyncio.timeout(LIMIT_S):
                     while await accepts(two.served.url):
                         await asyncio.sleep(0.01)
-                assert (await two.served.stop())[0] == 0
+                stopped = await two.served.stop()
+                assert stopped[0] == 0, stopped[2]
 
 
 async def accepts(url: str) -> bool:
