@@ -10,8 +10,8 @@ import itertools
 import logging
 import re
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -275,7 +275,7 @@ class Fleet:
         self._safe: set[tuple[str, str]] = set()
         self._to_release: dict[Holder, list[str]] = {}
         self._ranks: dict[str, set[str]] = {}
-        self._accounts: dict[str, Counter[str]] = {}
+        self._accounts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
         self._breakers = Breakers()
@@ -318,7 +318,7 @@ class Fleet:
         self,
         role: Role,
         preferred: str | None = None,
-        without: Iterable[str] = (),
+        without: Collection[str] = (),
         *,
         verifying: bool = False,
         moving_ms: float = 0.0,
@@ -327,12 +327,10 @@ class Fleet:
         `None` when all are excluded. With `verifying`, engines that check a handle by its digests go before others, after the
         preferred one. Engines that drain or whose breaker is open are used where no other is left. `moving_ms` is what it
         costs that another prefill engine does not have the history."""
-        excluded = {*without, *self._closed}
-        home = self._by_url.get(preferred) if preferred is not None and preferred not in excluded else None
-        if home is not None and (home.role is not role or not self._may_stay(home)):
-            home = None
+        home = self._home(role, preferred, without)
         if home is not None and not self.load.is_pressed(home.url):
             return home
+        excluded = {*without, *self._closed}
         engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
         if len(engines) <= 1:
             return engines[0] if engines else None
@@ -349,6 +347,17 @@ class Fleet:
                 return min(engines, key=burden)
             other = min((engine for engine in engines if engine is not home), key=burden)
             return other if self._leaves(home, other, moving_ms) else home
+
+    def at_home(self, role: Role, url: str | None, without: Collection[str] = ()) -> Engine | None:
+        """The engine that `pick` would prefer, where nothing speaks against it."""
+        home = self._home(role, url, without)
+        return home if home is not None and not self.load.is_pressed(home.url) else None
+
+    def _home(self, role: Role, url: str | None, without: Collection[str]) -> Engine | None:
+        engine = self._by_url.get(url) if url is not None else None
+        if engine is None or engine.role is not role or url in without or url in self._closed:
+            return None
+        return engine if self._may_stay(engine) else None
 
     def _leaves(self, home: Engine, other: Engine, moving_ms: float) -> bool:
         if self._rank(other) > self._rank(home) or (self.verifies(home) and not self.verifies(other)):
@@ -417,7 +426,7 @@ class Fleet:
 
     def note_answer(self, engine: Engine, leg: Leg | None = None) -> None:
         """A real answer came on a leg."""
-        if self._breakers.answered(Where(engine.url, leg or engine.role.leg)):
+        if not self._breakers.all_well and self._breakers.answered(Where(engine.url, leg or engine.role.leg)):
             log.info("%s answers again", engine)
 
     @property
@@ -519,9 +528,10 @@ class Fleet:
     def note_account(self, engine: Engine, account: Account) -> None:
         """Adds up what a prefill engine says it did, for `Router.audit`."""
         with self._lock:
-            counted = self._accounts.setdefault(engine.url, Counter())
+            counted = self._accounts[engine.url]
             for name in AUDITED:
-                counted[name] += getattr(account, name) or 0
+                if said := getattr(account, name):
+                    counted[name] += said
 
     def note_unaccounted(self, engine: Engine) -> None:
         """A prefill of ours ended without an account."""
@@ -644,7 +654,7 @@ class Fleet:
         with self._lock:
             before = self._engine_ids.get(engine.url)
             self._engine_ids[engine.url] = base
-            if (rank := Holder.of(engine.url, engine_id).rank) is not None:
+            if base is not engine_id and (rank := Holder.of(engine.url, engine_id).rank) is not None:
                 self._ranks.setdefault(engine.url, set()).add(rank)
         return before if before is not None and before != base else None
 
@@ -673,7 +683,9 @@ class Fleet:
     def prefill_rate(self, engine: Engine | None) -> tuple[float, int] | None:
         """Milliseconds per computed token on an engine (of all prefill engines where none is named), and from how many
         cold turns; `None` before the first."""
-        rates = [self._rates[engine.url]] if engine and engine.url in self._rates else list(self._rates.values())
+        if engine is not None and (one := self._rates.get(engine.url)) is not None:
+            return (one.ms_per_token, one.turns) if one.turns else None
+        rates = list(self._rates.values())
         turns = sum(rate.turns for rate in rates)
         if not turns:
             return None
