@@ -4,10 +4,6 @@ The parent answers no requests. It starts the workers by forking, so that they h
 those anew that end, tells them to stop, and passes on what they ask each other (`team`). It holds one end of a pair of sockets
 with each; a worker that finds the other end closed knows that the parent is gone, however it went, and stops as if it were told.
 
-The parent accepts connections and hands them to the workers in turn. If the workers took them from the socket themselves, the
-first one to wake up would take all that have come: of 32 clients, which keep their connections, one worker of four may get all.
-It also means that none is lost with a worker, and that nobody listens any more once the parent is gone.
-
 It has neither threads nor an event loop, which makes forking safe. uvicorn has a supervisor too; its workers do not hear of each
 other nor of its death, start anew without a pause, and are told to stop by a signal, which a terminal has sent them already.
 """
@@ -33,15 +29,13 @@ from .ledger_protocol import open_ledger
 from .reload import in_force
 from .settings import Settings
 from .team import Team
+from .worker_connections import Connections
 from .worker_link import Ask, Failed, How, Leave, Message, Ready, Said, Stop
 from .worker_process import Place, Process
 from .worker_questions import Questions
 
 log = logging.getLogger("backhaul")
 
-_AT_ONCE = 32
-"""Connections, before anything else is looked at."""
-_RETRY_S = 0.05
 _CLEANUP_S = 15.0
 """For releases and the like, once requests have ended."""
 
@@ -73,10 +67,7 @@ class _Parent:
         self._say_started: Callable[[str], None] | None = started
         self._places = [Place(number) for number in range(1, settings.server.workers + 1)]
         self._questions = Questions(self._places, self._read_again)
-        self._accepts = False
-        self._unplaced: socket.socket | None = None
-        """A connection that no worker had room for."""
-        self._turn = 0
+        self._connections = Connections(listener, self._places)
         self._stopping = False
         self._end_at: float | None = None
         self._was_woken = False
@@ -103,7 +94,8 @@ class _Parent:
                     self._reap()
                 self._look_at_the_clock()
                 self._watch_writes()
-                self._accept_if_possible()
+                if self._say_started is None:
+                    self._connections.attend(self._selector)
         if self._failure is not None:
             raise self._failure
 
@@ -150,13 +142,7 @@ class _Parent:
 
     def _end(self, how: How) -> None:
         self._end_at = None
-        if self._unplaced is not None:
-            self._unplaced.close()
-            self._unplaced = None
-        if self._accepts:
-            self._selector.unregister(self._listener)
-            self._accepts = False
-        self._listener.close()
+        self._connections.close(self._selector)
         self._tell(how)
         patience_s = _CLEANUP_S if how is How.NOW else max(1, self._settings.server.grace_s) + _CLEANUP_S
         self._kill_at = time.monotonic() + patience_s
@@ -165,51 +151,6 @@ class _Parent:
         for place in self._places:
             if place.process is not None:
                 place.process.send(Stop(how))
-
-    # --- connections
-
-    def _accept_if_possible(self) -> None:
-        """Connections that nobody can take stay with the system."""
-        if self._unplaced is not None and self._hand_out(self._unplaced):
-            self._unplaced = None
-        can = (
-            self._say_started is None
-            and self._listener.fileno() >= 0
-            and self._unplaced is None
-            and any(place.takes for place in self._places)
-        )
-        if can and not self._accepts:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        elif not can and self._accepts:
-            self._selector.unregister(self._listener)
-        self._accepts = can
-
-    def _accept(self, _: int) -> None:
-        for _ in range(_AT_ONCE if self._accepts else 0):  # a signal may just have ended it
-            try:
-                connection, _peer = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                log.error("a connection cannot be accepted: %s", error.strerror)  # noqa: TRY400
-                time.sleep(_RETRY_S)  # where there are no descriptors left, it would be tried all the time
-                return
-            if not self._hand_out(connection):
-                self._unplaced = connection
-                return
-
-    def _hand_out(self, connection: socket.socket) -> bool:
-        """To the next worker, unless it has left much of what it was given before to be taken, and others have not."""
-        takers = [place.process for place in self._places if place.takes and place.process is not None]
-        if not takers:
-            return False
-        self._turn += 1
-        in_turn = [takers[(self._turn + one) % len(takers)] for one in range(len(takers))]
-        for process in sorted(in_turn, key=lambda one: one.backlog):
-            if process.hand(connection):
-                connection.close()
-                return True
-        return False
 
     # --- processes
 
@@ -317,9 +258,13 @@ class _Parent:
     # --- time
 
     def _idle_s(self) -> float | None:
-        if self._unplaced is not None:
-            return _RETRY_S
-        moments = (self._kill_at, self._end_at, self._questions.next_until, *(place.start_at for place in self._places))
+        moments = (
+            self._kill_at,
+            self._end_at,
+            self._connections.try_again_at,
+            self._questions.next_until,
+            *(place.start_at for place in self._places),
+        )
         first = min((moment for moment in moments if moment is not None), default=None)
         return None if first is None else max(0.0, first - time.monotonic())
 
