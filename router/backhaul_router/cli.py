@@ -162,12 +162,10 @@ def _serve(args: argparse.Namespace) -> int:
             print("the configuration can be used")
             return 0
         server = _server_module()
-        from .workers import WorkersFailed
-
         try:
             with logs.to_stderr(settings.server.log_format):
                 server.serve(settings, lambda: serve_options.settings_from(args))
-        except WorkersFailed as error:
+        except server.WorkersFailed as error:
             raise CommandError(str(error)) from error
     except ConfigError as error:
         raise CommandError(str(error)) from error

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -49,15 +50,23 @@ _CLEANUP_S = 5.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class WorkersFailed(Exception):
+    """The workers do not stay up, or did not end as they should have."""
+
+
 def serve(settings: Settings, load: Callable[[], Settings] | None = None) -> None:
     """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one. `load` reads the settings again.
 
-    Raises `ConfigError`: the address cannot be used, or the engines cannot; with several workers `workers.WorkersFailed` too."""
+    Raises `ConfigError`: the address cannot be used, or the engines cannot; with several workers `WorkersFailed` too."""
     with listen(settings.server.host, settings.server.port) as listener:
         started = functools.partial(_say_how_to_reach, asks_for_key=bool(settings.tenants))
         if settings.server.workers == 1:
             serve_settings(listener, settings, load, started=started)
             return
+        if not hasattr(os, "fork"):
+            raise ConfigError(
+                f"workers={settings.server.workers}: this system cannot fork; run several routers instead"
+            )
         from . import workers  # which imports this module
 
         if not settings.tenants:

@@ -42,16 +42,10 @@ _CLEANUP_S = 15.0
 Load = Callable[[], Settings]
 
 
-class WorkersFailed(Exception):
-    """The workers do not stay up, or did not end as they should have."""
-
-
 def serve(listener: socket.socket, settings: Settings, load: Load | None, started: Callable[[str], None]) -> None:
     """Runs `settings.server.workers` workers until SIGINT or SIGTERM. For the main thread of a process without others.
 
-    Raises `ConfigError`: what a worker said as it could not start. Raises `WorkersFailed`."""
-    if not hasattr(os, "fork"):
-        raise ConfigError(f"workers={settings.server.workers}: this system cannot fork; run several routers instead")
+    Raises `ConfigError`: what a worker said as it could not start. Raises `server.WorkersFailed`."""
     settings.check_files()
     open_ledger(settings.router, time.monotonic)  # whether it could be
     _Parent(listener, settings, load, started).run()
@@ -225,7 +219,9 @@ class _Parent:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         if self._stopping:
             if status and self._failure is None:
-                self._failure = WorkersFailed(process.failure or f"worker {place.number} {how} when it was to stop")
+                self._failure = server.WorkersFailed(
+                    process.failure or f"worker {place.number} {how} when it was to stop"
+                )
         elif process.leaving and not status:
             log.info("worker %d (process %d) has ended as it was told; another one follows", place.number, process.pid)
             place.start_at = time.monotonic()
@@ -240,9 +236,9 @@ class _Parent:
         """Where there is hope."""
         pause_s = place.restarts.pause_s(served_s)
         if self._say_started is not None:
-            self._stop(now=True, failure=WorkersFailed(why))
+            self._stop(now=True, failure=server.WorkersFailed(why))
         elif all(one.restarts.hopeless and not one.serves for one in self._places):
-            self._stop(now=True, failure=WorkersFailed(f"no worker stays up: {why}"))
+            self._stop(now=True, failure=server.WorkersFailed(f"no worker stays up: {why}"))
         else:
             log.error("%s; it is started again in %g s", why, pause_s)
             place.start_at = time.monotonic() + pause_s
