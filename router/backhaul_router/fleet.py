@@ -23,6 +23,7 @@ from .engine_client import FailureKind
 from .errors import ConfigError, Leg
 from .extension import Account
 from .load import Gauges, Load
+from .processes import Processes
 from .report import ReuseReport, Route
 from .retention import Reserved, Retention
 from .wire import process_of
@@ -279,6 +280,9 @@ class Fleet:
         self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
         self._breakers = Breakers()
+        self.processes = Processes()
+        for engine in self.decode:
+            self.processes.know(engine.url, engine.started_at)
         self._draining: frozenset[str] = frozenset()
         self._closed: frozenset[str] = frozenset()
         """About to be removed."""
@@ -310,6 +314,7 @@ class Fleet:
         self._breakers.forget(engine.url)
         if engine.role is Role.DECODE:
             self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
+            self.processes.know(engine.url, engine.started_at)
 
     def get(self, url: str | None) -> Engine | None:
         return self._by_url.get(url) if url else None
@@ -410,6 +415,8 @@ class Fleet:
         """A call on a leg failed; `None` is the engine's own. A refused connection is told of the whole engine."""
         if engine.url not in self._by_url:
             return
+        if kind is FailureKind.REFUSED:
+            self.processes.doubt(engine.url)
         legs = (Leg.RENDER, engine.role.leg) if kind is FailureKind.REFUSED else (leg or engine.role.leg,)
         opened = [at for at in legs if self._breakers.failed(Where(engine.url, at), kind, who, now)]
         if opened:
@@ -450,6 +457,7 @@ class Fleet:
             self.costs.forget(url)
             self._safe = {pair for pair in self._safe if url not in pair}
             self._unsafe = {pair: why for pair, why in self._unsafe.items() if url not in pair}
+        self.processes.forget(url)
         self._breakers.forget(url)
 
     def engine_id(self, url: str) -> str | None:

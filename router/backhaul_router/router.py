@@ -46,7 +46,7 @@ from .ledger_protocol import Dropped, Ledger, arrived, open_ledger
 from .load_polling import LoadPolling
 from .pairs import PairChecks
 from .pauses import Paused, pause
-from .probe import Unreachable, describe
+from .probe import Unreachable, describe, process_began
 from .probing import Prober
 from .report import Reason, ReuseReport, Route
 from .retention import Cause, Retention
@@ -544,6 +544,28 @@ class Router:
             self._leases.closed = True
         await self.ledger.aclose()
         await self.client.aclose()
+
+    async def check(self, prefill: Engine, decode: str) -> None:
+        """Finds out what stands in doubt before P reads from D: whether it can, and whether D is the process that made what is
+        on file."""
+        if self.fleet.processes.in_doubt(decode):
+            await self._ask_which_process(decode)
+        if self.pairs.wanted(prefill.url, decode):
+            await self.pairs.check(prefill, decode)
+
+    async def _ask_which_process(self, decode: str) -> None:
+        """Drops what is on file where D is not known to have made it."""
+        processes = self.fleet.processes
+        began = await process_began(self.client, decode)
+        unknown = self.ledger.shared and processes.fixed(
+            decode
+        )  # another router may have filed it before this one asked D
+        if not unknown and not processes.is_another(decode, began):
+            processes.confirmed(decode)
+            return
+        if (engine_id := self.fleet.engine_id(decode)) is not None:
+            await self._forget_process_later(decode, self.ledger.drop_engine(decode, engine_id))
+        processes.replaced(decode, began)
 
     def look_after_engines(self) -> None:
         """Has engines probed that are shut out."""

@@ -139,6 +139,8 @@ class Turn:
     """The engine that prefilled has given an account, which goes before its `usage`."""
     void: Reason | None = None
     """Why nobody can use the shared handle any more."""
+    restarts: int = 0
+    """Of the decode engine that holds what was taken, as they were known when it was taken."""
     checked: frozenset[tuple[str, str]] = frozenset()
     """Pairs of P and D that this turn had checked."""
     token_ids: tuple[int, ...] | None = None
@@ -206,6 +208,8 @@ class Turn:
 
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
+        if taken.held is not None:
+            self.restarts = self.fleet.processes.restarts(taken.held.decode)
         self.prompt = Prompt(sum([max(1, len(message) - _MESSAGE_KEYS_BYTES) for message in self.facts.messages]))
         if self.facts.multiple:
             return self.leave_to_decode(Reason.MULTIPLE_CHOICES, now)
@@ -298,6 +302,8 @@ class Turn:
         """Decides where the turn runs, and goes there."""
         if self.spare is not None and self.fleet.is_down(self.spare.decode):
             self.failure = self.failure or Reason.DECODE_FAILED
+        if self.spare is not None and self.restarts != self.fleet.processes.restarts(self.spare.decode):
+            self.void = self.failure = Reason.ENGINE_CHANGED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
         taken = self.taken if readable else msgspec.structs.replace(self.taken, held=None)
         placement = place(
@@ -322,7 +328,8 @@ class Turn:
         offered = placement.blocks * self.prompt.block_size
         if placement.route is Route.WARM and self.spare is not None:
             pair = (placement.prefill.url, self.spare.decode)
-            if self.config.check_pairs and pair not in self.checked and not self.fleet.is_checked(*pair):
+            unknown = self.config.check_pairs and not self.fleet.is_checked(*pair)
+            if pair not in self.checked and (unknown or self._may_have_restarted(placement, self.spare)):
                 self.checked |= {pair}
                 return Checking(self, placement, placement.prefill, self.spare.decode), ()
             if placement.proof is Proof.CONNECTOR:
@@ -330,6 +337,11 @@ class Turn:
         self.draft["offered"] = offered
         self._goes(placement, now)
         return Prefilling(self, placement, placement.prefill, now), ()
+
+    def _may_have_restarted(self, placement: Placement, held: Held) -> bool:
+        """Whether D is to be asked which process it is. One of ours fences its leases against an earlier process's by itself."""
+        by_connector = placement.proof is Proof.CONNECTOR
+        return not by_connector and self.fleet.processes.in_doubt(held.decode, held.handle.engine_id)
 
     def _goes(self, placement: Placement, now: float) -> None:
         """The placement is final: it is part of the engines' load, and of the report."""
