@@ -110,6 +110,8 @@ class _Left:
     account: extension.Account | None
     usage: wire.Usage | None
     generated: Sequence[int]
+    no_handle: str = ""
+    """What there was instead of a handle."""
 
 
 @dataclass
@@ -138,7 +140,7 @@ class _Exchange:
         first, second = (f"backhaul-{uuid.uuid4().hex}" for _ in range(2))
         left = await self._turn_one(first, second)
         if left.handle is None:
-            raise _Outcome(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned no handle")
+            raise _Outcome(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned {left.no_handle}")
         if left.handle.lease is not None:
             self.found["ttl_s"] = left.handle.lease.ttl_s
         return await self._turn_two(left.handle, [*self.ids, *left.generated, self.ids[0]], second)
@@ -160,7 +162,7 @@ class _Exchange:
         both = self.prefill.connector is not None and self.decode.connector is not None
         left = await self._ask_prefill(self.ids, first, None)
         if left.handle is None:
-            raise _Outcome(Verdict.NO_PREFILL_HANDLE, f"{self.prefill} returned no handle")
+            raise _Outcome(Verdict.NO_PREFILL_HANDLE, f"{self.prefill} returned {left.no_handle}")
         self.pinned.append((self.prefill, left.handle))
         answer = await self._ask_decode(left.handle, first if both else second, retain=not both)
         self.pinned.remove((self.prefill, left.handle))
@@ -230,7 +232,8 @@ class _Exchange:
         except msgspec.DecodeError as error:
             raise _Outcome(verdict, f"{engine} sent an answer that cannot be read: {error}") from None
         generated = (answer.choices[0].token_ids if answer.choices else None) or ()
-        return _Left(params.handle, params.account, answer.usage, generated)
+        no_handle = "" if params.handle else wire.no_handle(answer.kv_transfer_params)
+        return _Left(params.handle, params.account, answer.usage, generated, no_handle)
 
     @staticmethod
     def _body(engine: Engine, ids: Sequence[int], salt: str, max_tokens: int) -> dict[str, Any]:

@@ -247,6 +247,8 @@ class Counters:
     """Streamed turns whose handle the engine kept to itself: D pins their blocks until the TTL."""
     proof_faults: int = 0
     """An engine ran other ids than those it was sent, or did not check a handle; nothing of such a turn is kept."""
+    prompts_computed_twice: int = 0
+    """A decode engine of ours computed a prompt that P had computed, because it could not read P's blocks."""
     prompts_differed: int = 0
     """A decode engine of ours computed a prompt by itself, because P's was another one."""
     failed_polls: int = 0
@@ -279,6 +281,7 @@ class Fleet:
         self._accounts: dict[str, Counter[str]] = {}
         self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
+        self._cannot_read: set[str] = set()
         self._breakers = Breakers()
         self.processes = Processes()
         for engine in self.decode:
@@ -557,6 +560,19 @@ class Fleet:
     def busy(self, engine: Engine) -> int:
         """Calls in flight."""
         return self.load.in_flight[engine.url]
+
+    def note_computed_twice(self, decode: Engine) -> None:
+        """The engine read nothing of what P had computed for it. Told once of each engine."""
+        with self._lock:
+            self.counters.prompts_computed_twice += 1
+            first = decode.url not in self._cannot_read
+            self._cannot_read.add(decode.url)
+        if first:
+            log.warning(
+                "%s computed a prompt again instead of reading it from the prefill engine: it must reach the side channel there "
+                "(VLLM_NIXL_SIDE_CHANNEL_HOST and port). `backhaul doctor` tries each pair.",
+                decode,
+            )
 
     def count_prompt_differed(self) -> None:
         with self._lock:

@@ -651,8 +651,8 @@ class Turn:
         self.draft["cached"] = usage.cached
         self.draft["computed"] = None if usage.cached is None else usage.prompt_tokens - usage.cached
 
-    def count_account(self, engine: Engine, account: Account | None) -> None:
-        """What an engine of ours says it did with its leg; it goes before what was planned."""
+    def count_account(self, engine: Engine, account: Account | None, given: wire.Handle | None = None) -> None:
+        """What an engine of ours says it did with its leg; it goes before what was planned. D was `given` P's handle."""
         if account is None:
             return
         is_prefill = engine.role is Role.PREFILL
@@ -671,6 +671,8 @@ class Turn:
             self.draft["decode_cached"] = account.local
             if account.why == "prompt_differs":
                 self.fleet.count_prompt_differed()
+            elif given is not None and account.received == 0 and (account.computed or 0) >= (engine.block_size or 1):
+                self.fleet.note_computed_twice(engine)
         if account.prompt is not None and (is_prefill or not self.accounted):
             cached = (account.local or 0) + (account.pulled or 0)
             self.draft |= {"prompt": account.prompt, "cached": cached, "computed": account.prompt - cached}
@@ -966,8 +968,8 @@ class Prefilling(msgspec.Struct, frozen=True):
         handle = params.handle
         if handle is None:
             message = (
-                f"{self.engine} returned no {wire.HANDLE}: start it with the NIXL connector as kv_producer "
-                "(`backhaul up --dry-run` prints the flags)"
+                f"{self.engine} returned {wire.no_handle(answer.members.get(wire.HANDLE))}: start it with the NIXL connector "
+                "(NixlConnector, which pulls) as kv_producer (`backhaul up --dry-run` prints the flags)"
             )
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now, turn.release_held(sent))
         elapsed_ms = (now - self.since) * 1e3
@@ -998,14 +1000,27 @@ class Prefilling(msgspec.Struct, frozen=True):
 
     def _as_it_ran(self, account: Account | None) -> Placement:
         """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
-        if not self.warm or account is None or account.pulled or account.why in (None, "local_hit"):
+        if not self.warm:
+            return self.placement
+        if account is None:
+            return self.placement if self._may_have_read() else self._cold(Reason.READ_FAILED)
+        if account.pulled or account.why in (None, "local_hit"):
             return self.placement
         if account.why == "below_threshold" and account.verified and account.local:
             return self.placement  # its own cache had all but a few tokens
         reason = reason_of(account.why)
         if reason in VOID:
             self.turn.void = reason
+        return self._cold(reason)
+
+    def _cold(self, reason: Reason) -> Placement:
         return msgspec.structs.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
+
+    def _may_have_read(self) -> bool:
+        """By the sum of what a stock P found in its own cache and read. What it does not read is little, or it read nothing."""
+        cached: int | None = self.turn.draft.get("cached")
+        little = max(self.turn.config.kv_recompute_threshold, self.turn.prompt.block_size)
+        return cached is None or cached + little >= self.turn.draft["offered"]
 
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
         """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
@@ -1041,10 +1056,7 @@ class Prefilling(msgspec.Struct, frozen=True):
             turn.draft["offered"] = 0
             if kind is not FailureKind.BROKEN:
                 turn.retry()
-                cold = msgspec.structs.replace(
-                    self.placement, route=Route.COLD, proof=None, blocks=0, reason=Reason.READ_FAILED
-                )
-                return Prefilling(turn, cold, self.engine, now), rest
+                return Prefilling(turn, self._cold(Reason.READ_FAILED), self.engine, now), rest
         if (other := turn.another(self.engine, kind)) is not None:
             turn.failed_on |= {self.engine.url}
             turn.retry()
@@ -1093,7 +1105,7 @@ class Decoding(msgspec.Struct, frozen=True):
                 stream = stream_filter(
                     turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
-                    account=lambda account: turn.count_account(placement.decode, account),
+                    account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
                     listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
@@ -1170,7 +1182,7 @@ class Collecting(msgspec.Struct, frozen=True):
         turn.first_byte = now
         try:
             answer = wire.read_answer(turn.facts.endpoint, body)
-            turn.count_account(placement.decode, answer.params.account)
+            turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
             turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None

@@ -484,6 +484,20 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
     return params.handle, params.token_ids
 
 
+def no_handle(raw: Raw | bytes | None) -> str:
+    """What `kv_transfer_params` are in which `read_params` finds no handle. Says nothing that a client must not see."""
+    if raw is None or bytes(raw) == b"null":
+        return f"no {HANDLE}"
+    members = decode_members(raw)
+    if not members:
+        return f"no {HANDLE}"
+    if not members.keys() >= _REQUIRED_KEYS:
+        return f"{HANDLE} of another connector than NIXL's"
+    if _decode_params(join(members)).transfer_mode != "pull":
+        return f"{HANDLE} for another transfer mode than pull"
+    return f"{HANDLE} that hold no blocks"
+
+
 def whole_handle(handle: Handle) -> bytes:
     """The handle for a P of ours, which finds out by itself what of it to claim. Any other P, such as one that was restarted
     without our connector, finds no token in it to read: it could not tell whether they are this prompt's."""
