@@ -425,6 +425,12 @@ class Fleet:
         if opened:
             log.warning("%s is shut out for now (%s: %s)", engine, ", ".join(opened), kind)
 
+    def note_other_model(self, engine: Engine, model: str, now: float) -> None:
+        """Something else was started at the engine's address. It counts as one where nobody listens, until a probe finds the
+        model there again."""
+        log.error("%s does not serve %s any more: was it started again with another model?", engine, model)
+        self.note_failure(engine, None, FailureKind.REFUSED, Who("", b""), now)
+
     def note_answer(self, engine: Engine, leg: Leg | None = None) -> None:
         """A real answer came on a leg."""
         if self._breakers.answered(Where(engine.url, leg or engine.role.leg)):

@@ -686,6 +686,8 @@ class Router:
                 self.responses.note(response, conversation, tenant)
             case Record(report):
                 self.fleet.count(report)
+                if self.fleet.breaker.any_open:
+                    self.look_after_engines()
                 for take in (scope.record if scope is not None else None, self.on_report):
                     self._hand_over(report, take)
             case Respond() | Send():

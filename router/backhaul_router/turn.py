@@ -492,6 +492,13 @@ class Turn:
         via = self.fleet.pick(Role.PREFILL)
         return (Release(handle.params, via),) if via is not None else ()
 
+    def is_misplaced(self, engine: Engine, body: bytes, now: float) -> bool:
+        """Whether an engine's 404 is about a model that it served when it was asked what it is."""
+        misplaced = self.facts.model in engine.models and wire.disowns_model(body)
+        if misplaced:
+            self.fleet.note_other_model(engine, self.facts.model, now)
+        return misplaced
+
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
         """The engine to try after one that failed: where nobody read it, or, once, after an error, a broken connection or a
         prefill that took too long."""
@@ -941,6 +948,8 @@ class Prefilling(msgspec.Struct, frozen=True):
         match event:
             case Answered(200, _, body):
                 return self._answered(body, now)
+            case Answered(404, _, body) if turn.is_misplaced(self.engine, body, now):
+                return self._failed(FailureKind.REFUSED, f"{self.engine}: {wire.error_message(body)}", now)
             case Answered(400 | 404 | 413 | 422):
                 # Rejected before admission, so the handle was not read. What the client gets is D's word on its own body.
                 return turn.leave_to_decode(Reason.NO_PROOF, now)
@@ -1196,7 +1205,8 @@ class Collecting(msgspec.Struct, frozen=True):
 
     def _error(self, body: bytes, now: float) -> Step:
         before = self.before
-        if self.status in (429, 503) or self.status < 500:
+        misplaced = self.status == 404 and before.turn.is_misplaced(before.placement.decode, body, now)
+        if self.status in (429, 503) or (self.status < 500 and not misplaced):
             return before.turn.pass_on(before.placement, self.status, self.headers, body, now, before.release())
         message = f"{before.placement.decode} answered {self.status}: {wire.error_message(body)}"
         return before.failed(FailureKind.ERROR, message, now)

@@ -574,6 +574,15 @@ def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     return encode({**decode_members(usage), EXTENSION: note})
 
 
+def disowns_model(body: bytes) -> bool:
+    """Whether an engine's 404 says that it does not serve the model, and not that it lacks something else."""
+    try:
+        error = decode_any(body)["error"]
+        return error.get("param") == "model" or "The model `" in error["message"]
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return False
+
+
 def quotes_handle(body: bytes) -> bool:
     """Whether an engine's error says where blocks lie."""
     return any(key.encode() in body for key in _REQUIRED)
