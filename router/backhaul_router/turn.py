@@ -78,6 +78,9 @@ _MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
 
 _ENDS_OTHERWISE = frozenset({"continue_final_message", "add_generation_prompt"})
 """With these a prompt does not end where an answer begins."""
+_HANDOFF_S = 10.0
+"""For so long after P's answer another D may be given P's blocks. P frees them after 30 s (`kv_lease_duration`) unless a D sends
+heartbeats for them, and a D that comes later reads what others have put there, status 200."""
 _VLLM_TTL_S = 480.0
 """vLLM's own `decoder_kv_blocks_ttl`."""
 _RIDING = 256
@@ -1139,7 +1142,7 @@ class Decoding(msgspec.Struct, frozen=True):
         turn.retry()
         if self.as_it_is:
             return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
-        if kind is FailureKind.REFUSED and self.prefilled is not None:
+        if kind is FailureKind.REFUSED and self.prefilled is not None and now - turn.decode_began < _HANDOFF_S:
             return turn.decoding(msgspec.structs.replace(placement, decode=other), self.prefilled), self.not_admitted()
         turn.failure = Reason.DECODE_FAILED
         state, actions = turn.placed(now)
