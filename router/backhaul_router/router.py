@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import random
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
@@ -61,6 +65,8 @@ from .turn import Turn
 log = logging.getLogger("backhaul")
 
 _PROBE_AGAIN_S = 10.0
+_CHORES_S = 0.05
+"""By so much later than it is due something may be dropped or asked."""
 _FORWARDED_HEADERS = ("traceparent", "tracestate")
 _TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
 _GET = ("/v1/models", "/health", "/version")
@@ -122,9 +128,9 @@ class WholeReply:
 
 
 def _refuse_two_ids(headers: Sequence[tuple[str, str]]) -> None:
-    """One header that says two things is two ids that disagree. Raises `IdentityError`."""
+    """One header that says two things is two ids that disagree. Names are in lower case. Raises `IdentityError`."""
     for wanted in HEADERS:
-        if len({value for name, value in headers if value and name.lower() == wanted}) > 1:
+        if len({value for name, value in headers if value and name == wanted}) > 1:
             raise IdentityError(f"header:{wanted} is there twice, with two ids: name one conversation", wanted)
 
 
@@ -159,8 +165,9 @@ class Router:
         self.clock = clock
         self.responses = KnownResponses()
         """Conversations by the ids of the responses that their turns were answered with."""
-        self.ledger: Ledger = open_ledger(config, clock)
-        self.retention = Retention(config.retained_tokens_budget, config.one_shot_s)
+        self._ledger: Ledger = open_ledger(config, clock)
+        self._retention = Retention(config.retained_tokens_budget, config.one_shot_s)
+        self._unsettled: deque[Callable[[], None]] = deque()
         self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
@@ -174,10 +181,25 @@ class Router:
             self._withhold(url)
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
+        self._next_chores = -math.inf
         self._background: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<Router {self._fleet or 'not connected'}, {self.ledger}>"
+
+    @property
+    def ledger(self) -> Ledger:
+        """Histories and handles, with what every turn has left whose answer has been given."""
+        if self._unsettled:
+            self._settle_all()
+        return self._ledger
+
+    @property
+    def retention(self) -> Retention:
+        """What decode engines keep for this router, likewise."""
+        if self._unsettled:
+            self._settle_all()
+        return self._retention
 
     @property
     def fleet(self) -> Fleet:
@@ -214,7 +236,7 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found, self._seed, self.retention)
+            self._fleet = Fleet(found, self._seed, self._retention)
             self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
@@ -308,7 +330,8 @@ class Router:
                 f"the body has {len(request.body)} bytes; the limit is {self.config.max_body_bytes} (max_body_bytes=)",
                 code="body_too_large",
             )
-        headers = {name.lower(): value for name, value in request.headers}
+        named = [(name.lower(), value) for name, value in request.headers]
+        headers = dict(named)
         if endpoint is None:
             await self.connect()
             return await self._pass(request, headers)
@@ -316,7 +339,8 @@ class Router:
             facts = wire.read_request(endpoint, request.body)
             if request.tenant:
                 facts = salts.salted(facts, request.tenant)
-            _refuse_two_ids(request.headers)
+            if len(headers) < len(named):
+                _refuse_two_ids(named)
             identity = identify(
                 headers,
                 facts.ids,
@@ -337,13 +361,8 @@ class Router:
             return _error(path, 404, unknown, code="unknown_response", param="previous_response_id")
         await self.connect()
         now = self.clock()
-        self._drop(self.ledger.sweep(now), why=Cause.EXPIRED)
-        if looked_at := self.retention.to_look_at(now):
-            self._spawn(self._look_at(looked_at))
-        if self.pairs.due(now):
-            self._spawn(self.pairs.check_unsafe_again())
-        if self._polling is not None and self._polling.due(now):
-            self._spawn(self._polling.poll(now))
+        if now >= self._next_chores:
+            self._do_chores(now)
         if self.fleet.breaker.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
@@ -360,6 +379,17 @@ class Router:
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None), spans
         )
         return await run.start()
+
+    def _do_chores(self, now: float) -> None:
+        """What time brings about, of which several turns in a row would find nothing."""
+        self._next_chores = now + _CHORES_S
+        self._drop(self.ledger.sweep(now), why=Cause.EXPIRED)
+        if looked_at := self.retention.to_look_at(now):
+            self._spawn(self._look_at(looked_at))
+        if self.pairs.due(now):
+            self._spawn(self.pairs.check_unsafe_again())
+        if self._polling is not None and self._polling.due(now):
+            self._spawn(self._polling.poll(now))
 
     def _withheld(self, path: str) -> WholeReply:
         self.fleet.counters.withheld += 1
@@ -526,6 +556,7 @@ class Router:
 
     async def settled(self) -> None:
         """Returns when the releases that this event loop has begun are done."""
+        self._settle_all()
         if self._leases is not None:
             self._leases.hurry()
         loop = asyncio.get_running_loop()
@@ -534,6 +565,7 @@ class Router:
 
     async def aclose(self) -> None:
         """Releases every handle of this router, but those that it shares with others, and closes the connections."""
+        self._settle_all()
         if self._leases is not None:
             self.pairs.close()
             if self._prober is not None:
@@ -658,8 +690,9 @@ class Router:
 
     # --- what a run performs
 
-    def perform(self, action: Action, scope: ConversationScope | None) -> None:
-        """Everything but the client's answer."""
+    def perform(self, action: Action, scope: ConversationScope | None, pause_s: float | None = None) -> None:
+        """Everything but the client's answer. What a turn leaves is filed when the answer is on its way, or as soon as anything
+        looks at the ledger; `pause_s` is the caller's word on when the next turn comes."""
         match action:
             case Release():
                 self._spawn(self.leases_kept.release(action))
@@ -671,29 +704,49 @@ class Router:
             case Lost(key, taken, reason):
                 retention = self.retention
                 self._drop(self.ledger.lost(key, taken, reason), lambda dropped: retention.lost(taken, dropped))
-            case Settle(key, taken, branch):
-                now, retention = self.clock(), self.retention
-
-                def settled(dropped: tuple[Held, ...]) -> None:
-                    retention.settled(key, taken, branch, dropped, now)
-
-                self._drop(self.ledger.settle(key, taken, branch, now), settled, ride=True)
-                self._sweep_in_time(branch)
-                self._check_before_it_is_needed(branch)
+            case Settle():
+                self._unsettled.append(partial(self._settle, action, self.clock(), pause_s))
+                asyncio.get_running_loop().call_soon(self._settle_all)
             case DropEngine(decode, engine_id):
                 self._forget_process(decode, self.ledger.drop_engine(decode, engine_id))
             case NoteResponse(response, conversation, tenant):
                 self.responses.note(response, conversation, tenant)
             case Record(report):
                 self.fleet.count(report)
-                if self.fleet.breaker.any_open:
-                    self.look_after_engines()
                 for take in (scope.record if scope is not None else None, self.on_report):
                     self._hand_over(report, take)
             case Respond() | Send():
                 raise AssertionError("the client's answer is the run's own")
             case _:
                 assert_never(action)
+
+    def _settle_all(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # what is released needs one; the turn's own does it
+            return
+        unsettled = []
+        with contextlib.suppress(IndexError):  # another thread may take some
+            while True:
+                unsettled.append(self._unsettled.popleft())
+        for settle in unsettled:
+            try:
+                settle()
+            except Exception as error:  # noqa: BLE001
+                # Whoever looked has nothing to do with it, and the turn has been answered.
+                loop.call_exception_handler({"message": "what a turn left could not be filed", "exception": error})
+
+    def _settle(self, settle: Settle, now: float, pause_s: float | None) -> None:
+        retention, branch = self._retention, settle.branch
+
+        def settled(dropped: tuple[Held, ...]) -> None:
+            retention.settled(settle.key, settle.taken, branch, dropped, now)
+
+        self._drop(self._ledger.settle(settle.key, settle.taken, branch, now), settled, ride=True)
+        self._sweep_in_time(branch)
+        self._check_before_it_is_needed(branch)
+        if pause_s is not None and branch.held is not None:
+            retention.paused((branch.held.name,), now, pause_s)
 
     def _forget_process(self, decode: str, dropped: Dropped) -> None:
         if isinstance(dropped, tuple):
