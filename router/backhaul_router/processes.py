@@ -32,6 +32,8 @@ class Processes:
     """When the processes behind the decode engines began. Methods never await."""
 
     def __init__(self) -> None:
+        self.shared = False
+        """Other routers file handles too, of processes that this one may never have seen."""
         self._began: dict[str, float | None] = {}
         self._doubts: set[str] = set()
         self._fixed: set[str] = set()
@@ -76,18 +78,24 @@ class Processes:
         if first:
             log.warning(
                 "decode engine %s has a fixed engine_id (%r): handles of an earlier process look valid, so it is asked before "
-                "each read when it was started. Leave engine_id out of --kv-transfer-config.",
+                "each read when it was started, and turns are cold where that does not tell. Leave engine_id out of "
+                "--kv-transfer-config.",
                 url,
                 engine_id,
             )
 
-    def fixed(self, url: str) -> bool:
-        """Whether the id that it was last seen with was chosen by an operator."""
-        return url in self._fixed
+    def is_never_sure(self, url: str, engine_id: str) -> bool:
+        """Whether nobody will be able to tell whose handle it is, so that it is not worth keeping."""
+        if not is_fixed(engine_id) or not (self.shared or self._began.get(url) is None):
+            return False
+        if url not in self._fixed:
+            self._note_fixed(url, engine_id)
+        return True
 
     def is_another(self, url: str, began: float | None) -> bool:
-        """Whether what the engine now says is not what it said before. One that does not say is taken for another."""
-        return began is None or began != self._began.get(url)
+        """Whether what the engine now says is not what it said before. One that does not say is taken for another, as is one
+        with a fixed id of which another router may have filed a handle before this one knew it."""
+        return began is None or began != self._began.get(url) or (self.shared and url in self._fixed)
 
     def confirmed(self, url: str) -> None:
         """It is the same process."""
@@ -95,10 +103,11 @@ class Processes:
             self._doubts.discard(url)
 
     def replaced(self, url: str, began: float | None) -> None:
-        """It is another process, of which nothing is on file yet: what turns have taken before is void."""
+        """It is another process as far as is known, of which nothing is on file yet: what turns have taken before is void."""
         with self._lock:
             self._restarts[url] = self._restarts.get(url, 0) + 1
-            self._began[url] = began
+            if began is not None:
+                self._began[url] = began
             self._doubts.discard(url)
 
     def restarts(self, url: str) -> int:

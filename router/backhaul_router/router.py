@@ -237,6 +237,7 @@ class Router:
                 )
         if self._fleet is None:
             self._fleet = Fleet(found, self._seed, self._retention)
+            self._fleet.processes.shared = self._ledger.shared
             self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
@@ -589,10 +590,7 @@ class Router:
         """Drops what is on file where D is not known to have made it."""
         processes = self.fleet.processes
         began = await process_began(self.client, decode)
-        unknown = self.ledger.shared and processes.fixed(
-            decode
-        )  # another router may have filed it before this one asked D
-        if not unknown and not processes.is_another(decode, began):
+        if not processes.is_another(decode, began):
             processes.confirmed(decode)
             return
         if (engine_id := self.fleet.engine_id(decode)) is not None:

@@ -549,7 +549,10 @@ class Turn:
         held = self._held(handle, decode, generated, now)
         missing = None
         keeps = self._leaves_something
-        if held is not None and self._unwanted(held, now):
+        if held is not None and self._is_never_sure(held):
+            actions += self.release(handle, decode)
+            held, missing = None, Reason.ENGINE_CHANGED
+        elif held is not None and self._unwanted(held, now):
             actions += self.release(handle, decode)
             held, missing, keeps = None, Reason.EXPIRED, False
         elif held is None:
@@ -586,6 +589,9 @@ class Turn:
         if self.said is None or self.token_ids is None or not generated:
             return None
         return Kept.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
+
+    def _is_never_sure(self, held: Held) -> bool:
+        return not held.leased and self.fleet.processes.is_never_sure(held.decode, held.handle.engine_id)
 
     def _unwanted(self, held: Held, now: float) -> bool:
         """Whether nothing will come that could read the handle in its time."""

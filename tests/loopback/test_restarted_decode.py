@@ -4,6 +4,7 @@ earlier process did, or P may not have noticed: nothing of that process is read,
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -58,19 +59,25 @@ async def test_what_turns_had_taken_before_one_of_them_noticed_is_not_read_eithe
         assert {(report.route, report.reason) for report in reports} == {(Route.COLD, Reason.ENGINE_CHANGED)}
 
 
-async def test_an_engine_that_does_not_say_when_it_began_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+@pytest.mark.parametrize("what", ["the engine does not say when it began", "another router may have filed it before"])
+async def test_where_nobody_can_tell_nothing_is_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what.startswith("the engine"):
+        monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+    else:
+        monkeypatch.setattr(MemoryLedger, "shared", True)
     async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
-        cluster.pinned_until_ttl = True  # what is not known to be there is not released
-        report = await asked(cluster, await first_turn(cluster))
+        history = await first_turn(cluster)
+        await cluster.until(lambda: not cluster.d.usage)
+        report = await asked(cluster, history)
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
 
 
-async def test_in_a_shared_ledger_another_router_may_have_filed_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryLedger, "shared", True)
+async def test_what_was_filed_before_an_engine_stopped_telling_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
-        cluster.pinned_until_ttl = True
-        report = await asked(cluster, await first_turn(cluster))
+        cluster.pinned_until_ttl = True  # what is not known to be there is not released
+        history = await first_turn(cluster)
+        monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+        report = await asked(cluster, history)
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
 
 
@@ -98,6 +105,7 @@ async def test_a_load_that_was_read_in_between_shows_it_too() -> None:
         await cluster.router.settled()
         await restart(used, cluster)
         await cluster.reconnected()
+        cluster.router.clock = lambda: time.monotonic() + 1.0  # by when the load is to be read again
         await asked(cluster, opening("Another agent."), conversation=None)
         await cluster.router.settled()
         report = await asked(cluster, history)

@@ -63,6 +63,20 @@ def test_only_an_engine_that_says_the_same_as_before_is_the_same(before: float |
     assert not known(100.0).is_another(D, 100.0)
 
 
+@pytest.mark.parametrize(
+    ("shared", "began", "sure"), [(False, 100.0, True), (True, 100.0, False), (False, None, False)]
+)
+def test_a_fixed_id_is_told_apart_by_one_router_that_sees_every_beginning(
+    shared: bool, began: float | None, sure: bool
+) -> None:
+    processes = known(began)
+    processes.shared = shared
+    assert processes.is_never_sure(D, "decode-0") is not sure
+    assert not processes.is_never_sure(D, str(uuid.uuid4()))
+    assert processes.in_doubt(D, "decode-0")
+    assert processes.is_another(D, began) is not sure
+
+
 def test_what_was_taken_before_a_restart_is_void_afterwards() -> None:
     processes = known(100.0)
     taken = processes.restarts(D)
@@ -70,6 +84,13 @@ def test_what_was_taken_before_a_restart_is_void_afterwards() -> None:
     assert processes.restarts(D) != taken
     assert not processes.is_another(D, 200.0)
     assert not processes.in_doubt(D)
+
+
+def test_an_engine_that_once_did_not_say_is_sure_again_when_it_says_the_same() -> None:
+    processes = known(100.0)
+    processes.replaced(D, None)
+    assert not processes.is_another(D, 100.0)
+    assert not processes.is_never_sure(D, "decode-0")
 
 
 def test_an_engine_that_is_gone_is_in_nobodys_doubt() -> None:
