@@ -23,6 +23,7 @@ from . import extension, wire
 from .engine_client import EngineCall, EngineClient, EngineFailure, FailureKind
 from .extension import Ask, LeaseOperation
 from .fleet import Engine
+from .processes import is_fixed
 
 _RELEASE_TIMEOUT_S = 5.0
 _PATH = str(wire.Endpoint.COMPLETIONS)
@@ -75,6 +76,8 @@ class Exchange:
     """Tokens that D read from P; `None` where D does not say."""
     ttl_s: float | None = None
     """For how long D keeps a handle; `None` where it does not say."""
+    fixed_id: str | None = None
+    """D's `engine_id`, where an operator has chosen it."""
     left_pinned: tuple[str, ...] = ()
     """What could not be released, and why: it ends with its TTL."""
     ms: float = 0.0
@@ -141,6 +144,8 @@ class _Exchange:
         left = await self._turn_one(first, second)
         if left.handle is None:
             raise _Outcome(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned {left.no_handle}")
+        if is_fixed(left.handle.engine_id):
+            self.found["fixed_id"] = left.handle.engine_id
         if left.handle.lease is not None:
             self.found["ttl_s"] = left.handle.lease.ttl_s
         return await self._turn_two(left.handle, [*self.ids, *left.generated, self.ids[0]], second)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from backhaul_connector.loopback import LoopbackEngine
+from backhaul_router.doctor import Severity, diagnose
 from backhaul_router.ledger import MemoryLedger
 from backhaul_router.report import Reason, Route
 from router_turns import STORY, Cluster, first_turn, opening, run_cluster, system, user
@@ -110,6 +111,14 @@ async def test_a_load_that_was_read_in_between_shows_it_too() -> None:
         await cluster.router.settled()
         report = await asked(cluster, history)
         assert (report.route, report.reason, report.retries) == (Route.COLD, Reason.ENGINE_CHANGED, 0)
+
+
+async def test_the_doctor_names_an_engine_with_a_fixed_id_once() -> None:
+    async with run_cluster(prefill=2, d=FIXED) as cluster:
+        found = await diagnose([p.url for p in cluster.prefill], [cluster.d.url])
+    (finding,) = found.findings
+    assert (finding.severity, finding.where) == (Severity.WARNING, cluster.d.url)
+    assert repr(FIXED["engine_id"]) in finding.what
 
 
 @pytest.mark.parametrize("connector", ["stock", "backhaul"])
