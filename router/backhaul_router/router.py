@@ -67,7 +67,7 @@ log = logging.getLogger("backhaul")
 _PROBE_AGAIN_S = 10.0
 _CHORES_S = 0.05
 """By so much later than it is due something may be dropped or asked."""
-_FORWARDED_HEADERS = ("traceparent", "tracestate")
+_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-request-id")
 _TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
 _GET = ("/v1/models", "/health", "/version")
 _POST = (
@@ -433,8 +433,10 @@ class Router:
     @staticmethod
     def _engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
         """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
-        wanted = ((name, headers[name]) for name in (*_FORWARDED_HEADERS, "x-request-id") if name in headers)
-        out = {name: value for name, value in wanted if value.isascii() and value.isprintable()}
+        out = {}
+        for name in _FORWARDED_HEADERS:
+            if (value := headers.get(name)) is not None and value.isascii() and value.isprintable():
+                out[name] = value
         request_id = out.get("x-request-id", "")
         out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
         if conversation and conversation.isascii():

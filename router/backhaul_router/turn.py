@@ -213,7 +213,8 @@ class Turn:
         self.taken, self.spare = taken, taken.held
         if taken.held is not None:
             self.restarts = self.fleet.processes.restarts(taken.held.decode)
-        self.prompt = Prompt(sum([max(1, len(message) - _MESSAGE_KEYS_BYTES) for message in self.facts.messages]))
+        messages = self.facts.messages
+        self.prompt = Prompt(max(sum(map(len, messages)) - len(messages) * _MESSAGE_KEYS_BYTES, len(messages)))
         if self.facts.multiple:
             return self.leave_to_decode(Reason.MULTIPLE_CHOICES, now)
         if self.facts.alone is not None:
