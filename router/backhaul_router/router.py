@@ -705,8 +705,12 @@ class Router:
                 retention = self.retention
                 self._drop(self.ledger.lost(key, taken, reason), lambda dropped: retention.lost(taken, dropped))
             case Settle():
-                self._unsettled.append(partial(self._settle, action, self.clock(), pause_s))
-                asyncio.get_running_loop().call_soon(self._settle_all)
+                settle = partial(self._settle, action, self.clock(), pause_s)
+                if self._ledger.shared:  # the next turn may come to another router at once
+                    settle()
+                else:
+                    self._unsettled.append(settle)
+                    asyncio.get_running_loop().call_soon(self._settle_all)
             case DropEngine(decode, engine_id):
                 self._forget_process(decode, self.ledger.drop_engine(decode, engine_id))
             case NoteResponse(response, conversation, tenant):
