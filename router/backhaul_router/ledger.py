@@ -126,6 +126,8 @@ class Taken(msgspec.Struct, frozen=True):
     child that goes on from there. The parent keeps its branch."""
     flushes: int = 0
     """The ledger's count when the turn began: what it leaves after another flush may be KV of weights that are gone."""
+    key: Key | None = None
+    """The turn's, as the ledger keeps it: what keeps it beside the ledger keeps that one, not a copy of each turn."""
 
     @property
     def extends(self) -> bool:
