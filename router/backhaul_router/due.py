@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
-_SPAN_S = 2.0
+_SPAN_S = 1.0
 _VOID = 8
 """Of a list's things that are void before it is cleaned, and a quarter of it."""
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from . import digests
+from .conversations import Conversation
 from .exact_history import Kept, Said
 from .ledger import Branch, Held, Key, MemoryLedger, Taken
 from .report import Reason
@@ -189,10 +190,10 @@ class Copy(MemoryLedger):
             conversation.generation, conversation.turns = record.generation, record.turns
             for one in record.branches:
                 numbers.add(one.number)
-                conversation.branches.append(branch := self._branch(one))
+                conversation.branches = (*conversation.branches, branch := self._branch(one))
                 if branch.held is not None:
-                    self._watch(key, branch.held)
-            self._file_history(key, conversation)
+                    self._watch(conversation, branch.held)
+            self._file_history(conversation)
         self._numbers.append(frozenset(numbers))
         self._ends.append(self._ends_of(name))
         self._anonymous.append(self._is_anonymous(name))
@@ -262,8 +263,8 @@ class Copy(MemoryLedger):
     def filed(self) -> dict[tuple[str, str], Name]:
         """The handles that are on file now and were not before, by name."""
         return {
-            branch.held.name: Name.of(key)
-            for key, conversation in self._conversations.items()
+            branch.held.name: Name.of(conversation.key)
+            for conversation in self._conversations.values()
             for branch in conversation.branches
             if branch.held is not None and branch.held.name not in self._found
         }
@@ -316,8 +317,7 @@ class Copy(MemoryLedger):
 
     def _ttl_ms(self, name: Name) -> int:
         left_s = self._limits.max_idle_s
-        keys = self._keys_of(name.conversation, name.tenant)
-        once = all(key in self._histories and self._conversations[key].turns <= 1 for key in keys)
+        once = all(one.key in self._histories and one.turns <= 1 for one in self._named(name))
         deadlines = [branch.held.deadline for branch in self._branches_of(name) if branch.held is not None]
         if once and deadlines:
             left_s = min(left_s, max(0.0, max(deadlines) - self._loaded.now) + _GRACE_S)
@@ -326,15 +326,18 @@ class Copy(MemoryLedger):
     def _records_of(self, name: Name) -> list[_ConversationRecord]:
         return [
             _ConversationRecord(
-                key.model,
-                key.cache_salt,
-                self._conversations[key].generation,
-                self._conversations[key].turns,
-                self._conversations[key].seen,
-                [self._record(branch) for branch in self._conversations[key].branches],
+                one.key.model,
+                one.key.cache_salt,
+                one.generation,
+                one.turns,
+                one.seen,
+                [self._record(branch) for branch in one.branches],
             )
-            for key in sorted(self._keys_of(name.conversation, name.tenant))
+            for one in sorted(self._named(name), key=lambda one: one.key)
         ]
+
+    def _named(self, name: Name) -> tuple[Conversation, ...]:
+        return self._conversations.named(name.conversation, name.tenant)
 
     def _record(self, branch: Branch) -> _BranchRecord:
         held = None
@@ -358,20 +361,16 @@ class Copy(MemoryLedger):
         )
 
     def _branches_of(self, name: Name) -> list[Branch]:
-        return [
-            branch
-            for key in self._keys_of(name.conversation, name.tenant)
-            for branch in self._conversations[key].branches
-        ]
+        return [branch for one in self._named(name) for branch in one.branches]
 
     def _is_anonymous(self, name: Name) -> bool:
-        return any(key in self._histories for key in self._keys_of(name.conversation, name.tenant))
+        return any(one.key in self._histories for one in self._named(name))
 
     def _ends_of(self, name: Name) -> frozenset[str]:
         return frozenset(
-            self._redis_keys.end(key, branch.chain[-digests.SIZE :])
-            for key in self._keys_of(name.conversation, name.tenant)
-            for branch in self._conversations[key].branches
+            self._redis_keys.end(one.key, branch.chain[-digests.SIZE :])
+            for one in self._named(name)
+            for branch in one.branches
             if branch.by_history and branch.chain
         )
 
