@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
+from .members import exact
 from .report import Reason
 
 KEY: Final = "backhaul"
@@ -108,7 +109,7 @@ def read(raw: Raw | bytes | None) -> Said:
     said = _decode_said(raw)
     kept = {key: value for key, value in members.items() if key not in _OWN_ONLY}
     return Said(
-        passed_on=_encode(kept) if len(kept) > 1 else None,
+        passed_on=exact(_encode(kept)) if len(kept) > 1 else None,
         digests=said.digests is not None,
         whole=said.whole,
         lease=said.lease,

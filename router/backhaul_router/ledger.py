@@ -103,7 +103,7 @@ class Branch(msgspec.Struct, frozen=True, gc=False):
     """Its conversation has no name of its own, and is found by what it says."""
     exact: Kept | None = None
     """Where histories are kept exact, and the turn ended as it must for that."""
-    number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(8)) >> 4)
+    number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(7)))
     """Tells branches apart, those of other processes too."""
 
 

@@ -54,6 +54,12 @@ def join(members: Mapping[str, Raw]) -> bytes:
     return encode(members)
 
 
+def exact(encoded: bytes) -> bytes:
+    """The same bytes without room for more: msgspec's encoder leaves up to half as much behind them, unseen by
+    `sys.getsizeof`. For what is kept."""
+    return bytes(memoryview(encoded))
+
+
 def read_members(body: bytes) -> Members:
     """The members of a client's body that may travel: no transfer parameters, neither at the top nor inside `vllm_xargs`.
 

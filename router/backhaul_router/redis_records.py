@@ -344,8 +344,7 @@ class Copy(MemoryLedger):
         if branch.held is not None:
             epoch, life = self._stamps.get(branch.held.name, (self._loaded.epoch, self._loaded.life))
             one = branch.held
-            handle = msgspec.structs.replace(one.handle, token_ids=None)  # the branch knows what they are needed for
-            held = _HeldRecord(handle, one.decode, one.deadline, one.tokens, epoch, life)
+            held = _HeldRecord(one.handle, one.decode, one.deadline, one.tokens, epoch, life)
         return _BranchRecord(
             branch.number,
             branch.chain,
