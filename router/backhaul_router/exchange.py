@@ -205,9 +205,8 @@ class _Exchange:
             return left.handle.cached, None
         return (left.usage.cached if left.usage else None), None
 
-    async def _ask_prefill(self, ids: Sequence[int], salt: str, handle: bytes | None) -> _Left:
-        params: dict[str, Any] = msgspec.json.decode(handle) if handle else {}
-        params |= {"do_remote_decode": True, "do_remote_prefill": False}
+    async def _ask_prefill(self, ids: Sequence[int], salt: str, handle: wire.Members | None) -> _Left:
+        params: dict[str, Any] = {**(handle or {}), "do_remote_decode": True, "do_remote_prefill": False}
         body = {**self._body(self.prefill, ids, salt, 1), wire.HANDLE: params}
         return await self._ask(self.prefill, body, Verdict.PREFILL_FAILS)
 

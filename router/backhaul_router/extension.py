@@ -18,22 +18,16 @@ from typing import Final
 import msgspec
 from msgspec import Raw
 
-from .members import exact
+from .members import without
 from .report import Reason
 
 KEY: Final = "backhaul"
 VERSION: Final = 1
 
-Members = dict[str, Raw]
-
 PROVEN_BY_TOKENS: Final = Raw(b'{"version":1,"proof":"tokens"}')
 """Tells P that the router compared token ids and cut the handle: it then reads one that carries no digests."""
 
-_OWN_ONLY: Final = ("account", "token_ids")
-"""Meant for the router, and not carried on to the next engine."""
-
 _encode = msgspec.json.encode
-_decode_members = msgspec.json.Decoder(Members).decode
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,15 +64,23 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class _Said(msgspec.Struct):
-    version: Raw = Raw(b"null")
-    account: Account | None = None
-    token_ids: tuple[int, ...] | None = None
+    account: Raw | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Raw | msgspec.UnsetType = msgspec.UNSET
     digests: str | None = None
     whole: bool = False
     lease: Lease | None = None
 
 
+class _Version(msgspec.Struct):
+    version: Raw = Raw(b"null")
+
+
+_FIRST: Final = b'{"version":1,'
+"""How our connector begins an object."""
+_decode_version = msgspec.json.Decoder(_Version).decode
 _decode_said = msgspec.json.Decoder(_Said).decode
+_decode_account = msgspec.json.Decoder(Account | None).decode
+_decode_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -101,20 +103,25 @@ NOTHING: Final = Said()
 
 def read(raw: Raw | bytes | None) -> Said:
     """Raises `msgspec.DecodeError` for an object of version 1 that has another shape."""
-    if raw is None or bytes(raw) == b"null":
+    if raw is None or (kept := bytes(raw)) == b"null":
         return NOTHING
-    members = _decode_members(raw)
-    if bytes(members.get("version", b"")) != b"1":
+    if not kept.startswith(_FIRST) and bytes(_decode_version(kept).version) != b"1":
         return NOTHING
-    said = _decode_said(raw)
-    kept = {key: value for key, value in members.items() if key not in _OWN_ONLY}
+    said = _decode_said(kept)
+    account = token_ids = None
+    if said.account is not msgspec.UNSET:
+        account = _decode_account(said.account)
+        kept = without(kept, "account", said.account)
+    if said.token_ids is not msgspec.UNSET:
+        token_ids = _decode_ids(said.token_ids)
+        kept = without(kept, "token_ids", said.token_ids)
     return Said(
-        passed_on=exact(_encode(kept)) if len(kept) > 1 else None,
+        passed_on=kept if b"," in kept else None,  # a version alone says nothing
         digests=said.digests is not None,
         whole=said.whole,
         lease=said.lease,
-        account=said.account,
-        token_ids=said.token_ids,
+        account=account,
+        token_ids=token_ids,
     )
 
 
@@ -131,16 +138,15 @@ class Ask(msgspec.Struct, frozen=True):
 
 def asking(ask: Ask, beside: bytes | None = None) -> Raw:
     """The object that a decode leg carries. `beside` is what P's answer passes on."""
-    members: dict[str, object] = dict(_decode_members(beside)) if beside else {}
-    members["version"] = VERSION
-    members["retain"] = ask.retain
+    members: dict[str, object] = {"retain": ask.retain} if beside else {"version": VERSION, "retain": ask.retain}
     if ask.retain:
         members["shared"] = ask.shared
         if ask.retain_s is not None:
             members["retain_s"] = ask.retain_s
     if ask.release:
         members["release"] = ask.release
-    return Raw(_encode(members))
+    asked = _encode(members)
+    return Raw(b"%b,%b" % (beside[:-1], asked[1:]) if beside else asked)
 
 
 # --- lease operations ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -318,7 +318,7 @@ class Fleet:
         self,
         role: Role,
         preferred: str | None = None,
-        without: Iterable[str] = (),
+        without: Collection[str] = (),
         *,
         verifying: bool = False,
         moving_ms: float = 0.0,
@@ -327,12 +327,10 @@ class Fleet:
         `None` when all are excluded. With `verifying`, engines that check a handle by its digests go before others, after the
         preferred one. Engines that drain or whose breaker is open are used where no other is left. `moving_ms` is what it
         costs that another prefill engine does not have the history."""
-        excluded = {*without, *self._closed}
-        home = self._by_url.get(preferred) if preferred is not None and preferred not in excluded else None
-        if home is not None and (home.role is not role or not self._may_stay(home)):
-            home = None
+        home = self._home(role, preferred, without)
         if home is not None and not self.load.is_pressed(home.url):
             return home
+        excluded = {*without, *self._closed}
         engines = [e for e in (self.prefill if role is Role.PREFILL else self.decode) if e.url not in excluded]
         if len(engines) <= 1:
             return engines[0] if engines else None
@@ -349,6 +347,17 @@ class Fleet:
                 return min(engines, key=burden)
             other = min((engine for engine in engines if engine is not home), key=burden)
             return other if self._leaves(home, other, moving_ms) else home
+
+    def at_home(self, role: Role, url: str | None, without: Collection[str] = ()) -> Engine | None:
+        """The engine that `pick` would prefer, where nothing speaks against it."""
+        home = self._home(role, url, without)
+        return home if home is not None and not self.load.is_pressed(home.url) else None
+
+    def _home(self, role: Role, url: str | None, without: Collection[str]) -> Engine | None:
+        engine = self._by_url.get(url) if url is not None else None
+        if engine is None or engine.role is not role or url in without or url in self._closed:
+            return None
+        return engine if self._may_stay(engine) else None
 
     def _leaves(self, home: Engine, other: Engine, moving_ms: float) -> bool:
         if self._rank(other) > self._rank(home) or (self.verifies(home) and not self.verifies(other)):

@@ -54,10 +54,23 @@ def join(members: Mapping[str, Raw]) -> bytes:
     return encode(members)
 
 
-def exact(encoded: bytes) -> bytes:
-    """The same bytes without room for more: msgspec's encoder leaves up to half as much behind them, unseen by
-    `sys.getsizeof`. For what is kept."""
-    return bytes(memoryview(encoded))
+def without(data: bytes, key: str, value: Raw) -> bytes:
+    """An object without a member that it has. The others are not read where the key stands in it once, as engines write it."""
+    name = b'"%b":' % key.encode()
+    if data.count(name) == 1:  # inside a text the quotes would be escaped
+        before, found, after = data.partition(name + bytes(value))
+        if found and after.startswith(b","):
+            return before + after[1:]
+        if found and before.endswith(b","):
+            return before[:-1] + after
+    members = decode_members(data)
+    members.pop(key, None)
+    return bytes(memoryview(join(members)))  # msgspec's own is kept with up to half as much room behind it
+
+
+def put_last(data: bytes, key: str, value: bytes) -> bytes:
+    """An object, compact and not empty, with another member behind its own."""
+    return b'%b,"%b":%b}' % (data[:-1], key.encode(), value)
 
 
 def read_members(body: bytes) -> Members:

@@ -87,18 +87,19 @@ def place(
     no_proof: bool = False,
     force: Route | None = None,
     without: frozenset[str] = frozenset(),
+    picks: Picks | None = None,
 ) -> Placement | NoEngine:
     """The route of a turn: by thresholds, unless what was measured says that another one is clearly faster.
 
     `warm` where the ledger has a usable handle that P can check by its digests, or whose leading blocks are proven to be the
     prompt's, of at least `kv_recompute_threshold` tokens. `local` where D has the history and the suffix that it lacks is at
-    most `local_max_tokens`. Else `cold`, with the reason. `without` names engines that this turn has already failed on.
+    most `local_max_tokens`. Else `cold`, with the reason. `without` names engines that this turn has already failed on. `picks`
+    is what `pick_engines` says of the same.
     """
     branch, held = taken.branch, taken.held
-    decode = fleet.pick(Role.DECODE, branch.decode if branch else None, without)
+    decode, prefill = picks or pick_engines(taken, fleet, without)
     if decode is None:
         return NoEngine(Role.DECODE)
-    prefill = _prefill(taken, fleet, without)
     offer = _offer(prompt, taken, prefill, fleet, config, no_proof)
     has_history = branch is not None and branch.decode == decode.url
     lacking = _uncached(prompt, branch) if branch is not None and has_history else 0
@@ -218,13 +219,25 @@ def why_moved(placement: Placement, branch: Branch | None, fleet: Fleet, failed_
     return moved
 
 
-def needs_ids(taken: Taken, fleet: Fleet) -> bool:
+class Picks(NamedTuple):
+    """The engines that a turn would run on; `None` where every one of a role is excluded."""
+
+    decode: Engine | None
+    prefill: Engine | None
+
+
+def pick_engines(taken: Taken, fleet: Fleet, without: frozenset[str] = frozenset()) -> Picks:
+    """The D that ran the last turn and the P that computed it, unless something speaks against them."""
+    decode = fleet.pick(Role.DECODE, taken.branch.decode if taken.branch else None, without)
+    return Picks(decode, _prefill(taken, fleet, without) if decode is not None else None)
+
+
+def needs_ids(taken: Taken, fleet: Fleet, picks: Picks) -> bool:
     """Whether this turn, or the one that reads what it leaves, has to be proven by token ids: unless P and D check handles
     by themselves, and the one at hand can be checked."""
     if taken.held is not None and not taken.held.handle.digests:
         return True
-    prefill = _prefill(taken, fleet, frozenset())
-    decode = fleet.pick(Role.DECODE, taken.branch.decode if taken.branch else None)
+    decode, prefill = picks
     return prefill is None or decode is None or not (fleet.verifies(prefill) and fleet.verifies(decode))
 
 
@@ -234,10 +247,12 @@ def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | No
     branch, held = taken.branch, taken.held
     if branch is None:
         return fleet.pick(Role.PREFILL, None, without)
+    able = without if held is None else without | fleet.unsafe_for(held.decode)
+    if (home := fleet.at_home(Role.PREFILL, branch.prefill, able)) is not None:
+        return home
     moving_ms = fleet.costs.moving_ms(branch.prefill or "", branch.tokens, readable=held is not None)
     if held is None:
         return fleet.pick(Role.PREFILL, branch.prefill, without, moving_ms=moving_ms)
-    able = without | fleet.unsafe_for(held.decode)
     found = fleet.pick(Role.PREFILL, branch.prefill, able, verifying=held.handle.digests, moving_ms=moving_ms)
     if found is not None and fleet.available(found):
         return found

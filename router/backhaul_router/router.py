@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import time
@@ -61,6 +62,8 @@ from .turn import Turn
 log = logging.getLogger("backhaul")
 
 _PROBE_AGAIN_S = 10.0
+_CHORES_S = 0.05
+"""By so much later than it is due something may be dropped or asked."""
 _FORWARDED_HEADERS = ("traceparent", "tracestate")
 _TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
 _GET = ("/v1/models", "/health", "/version")
@@ -122,9 +125,9 @@ class WholeReply:
 
 
 def _refuse_two_ids(headers: Sequence[tuple[str, str]]) -> None:
-    """One header that says two things is two ids that disagree. Raises `IdentityError`."""
+    """One header that says two things is two ids that disagree. Names are in lower case. Raises `IdentityError`."""
     for wanted in HEADERS:
-        if len({value for name, value in headers if value and name.lower() == wanted}) > 1:
+        if len({value for name, value in headers if value and name == wanted}) > 1:
             raise IdentityError(f"header:{wanted} is there twice, with two ids: name one conversation", wanted)
 
 
@@ -174,6 +177,7 @@ class Router:
             self._withhold(url)
         self._absent: dict[str, Role] = {}
         self._probed = 0.0
+        self._next_chores = -math.inf
         self._background: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -308,7 +312,8 @@ class Router:
                 f"the body has {len(request.body)} bytes; the limit is {self.config.max_body_bytes} (max_body_bytes=)",
                 code="body_too_large",
             )
-        headers = {name.lower(): value for name, value in request.headers}
+        named = [(name.lower(), value) for name, value in request.headers]
+        headers = dict(named)
         if endpoint is None:
             await self.connect()
             return await self._pass(request, headers)
@@ -316,7 +321,8 @@ class Router:
             facts = wire.read_request(endpoint, request.body)
             if request.tenant:
                 facts = salts.salted(facts, request.tenant)
-            _refuse_two_ids(request.headers)
+            if len(headers) < len(named):
+                _refuse_two_ids(named)
             identity = identify(
                 headers,
                 facts.ids,
@@ -337,13 +343,8 @@ class Router:
             return _error(path, 404, unknown, code="unknown_response", param="previous_response_id")
         await self.connect()
         now = self.clock()
-        self._drop(self.ledger.sweep(now), why=Cause.EXPIRED)
-        if looked_at := self.retention.to_look_at(now):
-            self._spawn(self._look_at(looked_at))
-        if self.pairs.due(now):
-            self._spawn(self.pairs.check_unsafe_again())
-        if self._polling is not None and self._polling.due(now):
-            self._spawn(self._polling.poll(now))
+        if now >= self._next_chores:
+            self._do_chores(now)
         if self.fleet.breaker.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
@@ -360,6 +361,17 @@ class Router:
             self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None), spans
         )
         return await run.start()
+
+    def _do_chores(self, now: float) -> None:
+        """What time brings about, of which several turns in a row would find nothing."""
+        self._next_chores = now + _CHORES_S
+        self._drop(self.ledger.sweep(now), why=Cause.EXPIRED)
+        if looked_at := self.retention.to_look_at(now):
+            self._spawn(self._look_at(looked_at))
+        if self.pairs.due(now):
+            self._spawn(self.pairs.check_unsafe_again())
+        if self._polling is not None and self._polling.due(now):
+            self._spawn(self._polling.poll(now))
 
     def _withheld(self, path: str) -> WholeReply:
         self.fleet.counters.withheld += 1

@@ -67,7 +67,7 @@ from .fleet import Engine, Fleet, Holder, Role
 from .hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
-from .placement import NoEngine, Placement, Prompt, first_engine, needs_ids, place, why_moved
+from .placement import NoEngine, Picks, Placement, Prompt, first_engine, needs_ids, pick_engines, place, why_moved
 from .report import Proof, Reason, ReuseReport, Route
 from .retention import Reserved
 from .stream import StreamFilter, stream_filter
@@ -217,12 +217,13 @@ class Turn:
 
     def _to_render(self, now: float) -> Step:
         facts, branch = self.facts, self.taken.branch
-        if not needs_ids(self.taken, self.fleet):
+        picks = pick_engines(self.taken, self.fleet)
+        if not needs_ids(self.taken, self.fleet, picks):
             self.by_connector = True
             if not self.keeps_exact:
-                return self.placed(now)
-        picks = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
-        engines = [engine for engine in picks if engine is not None and engine.block_size]
+                return self.placed(now, picks)
+        asked = (self.fleet.pick(Role.PREFILL, branch.prefill if branch else None), self.fleet.pick(Role.DECODE))
+        engines = [engine for engine in asked if engine is not None and engine.block_size]
         engines.sort(key=self.fleet.renders_well, reverse=True)
         is_base = not facts.model or all(facts.model in engine.models for engine in engines)
         if facts.unproven or self.fleet.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
@@ -294,12 +295,14 @@ class Turn:
         """Notes the message that differs. A completion's prompt is compared in pieces, and is one message."""
         self.draft["diverged_at"] = part if part is None or self.facts.api.numbered else 0
 
-    def placed(self, now: float) -> Step:
-        """Decides where the turn runs, and goes there."""
+    def placed(self, now: float, picks: Picks | None = None) -> Step:
+        """Decides where the turn runs, and goes there. `picks` are the engines that were just picked for what was taken."""
         if self.spare is not None and self.fleet.is_down(self.spare.decode):
             self.failure = self.failure or Reason.DECODE_FAILED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
-        taken = self.taken if readable else msgspec.structs.replace(self.taken, held=None)
+        taken = self.taken
+        if taken.held is not None and not readable:
+            taken, picks = msgspec.structs.replace(taken, held=None), None
         placement = place(
             self.prompt,
             taken,
@@ -308,6 +311,7 @@ class Turn:
             no_proof=self.no_proof,
             force=self.route or self.config.route,
             without=self.failed_on,
+            picks=picks,
         )
         if isinstance(placement, NoEngine):
             leg = Leg.PREFILL if placement.role is Role.PREFILL else Leg.DECODE
@@ -423,7 +427,7 @@ class Turn:
             prompt = round(self.prompt.message_bytes / per_token)
         if held is not None and held.decode == decode.url and placement.route is not Route.COLD:
             prompt = max(0, prompt - held.tokens)
-        answer = self.fleet.retention.answer_of(wire.answer_limit(self.facts))
+        answer = self.fleet.retention.answer_of(self.facts.answer_limit)
         self.reserved = self.fleet.reserve(decode, prompt, answer, sent=sent)
 
     def _unreserve(self) -> None:
@@ -946,11 +950,10 @@ class Prefilling(msgspec.Struct, frozen=True):
         turn = self.turn
         sent = turn.sent() if self.warm else None
         try:
-            answer = wire.read_answer(turn.facts.endpoint, body)
+            params, usage = wire.read_left(turn.facts.endpoint, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
-        params, usage = answer.params, answer.usage
         handle = params.handle
         if handle is None:
             message = (
@@ -1062,13 +1065,19 @@ class Decoding(msgspec.Struct, frozen=True):
     """What a D that runs our connector is asked beside."""
 
     @property
+    def ids_back(self) -> bool:
+        """Whether D is asked for the ids that it ran and made."""
+        turn = self.turn
+        return turn.reuses and not self.as_it_is and (turn.keeps_exact or not turn.by_connector)
+
+    @property
     def need(self) -> Open:
         turn = self.turn
         body = wire.decode_body(
             turn.facts,
             turn.ids_to_send,
             self.prefilled.params if self.prefilled else None,
-            ids_back=turn.reuses and not self.as_it_is and (turn.keeps_exact or not turn.by_connector),
+            ids_back=self.ids_back,
             ask=self.ask,
             passed_on=self.prefilled.passed_on if self.prefilled else None,
         )
@@ -1137,14 +1146,14 @@ class Collecting(msgspec.Struct, frozen=True):
 
     @property
     def need(self) -> Read:
-        return Read()
+        return Read(to_end=True)
 
     def next(self, event: Event, now: float) -> Step:
         match event:
             case Chunk(data):
                 return msgspec.structs.replace(self, parts=(*self.parts, data)), ()
-            case Ended():
-                body = b"".join(self.parts)
+            case Ended(rest):
+                body = b"".join((*self.parts, rest))
                 return self._answer(body, now) if self.status == 200 else self._error(body, now)
             case Failed(kind, message):
                 return self.before.failed(kind, message, now)
@@ -1157,7 +1166,7 @@ class Collecting(msgspec.Struct, frozen=True):
         turn, placement = self.before.turn, self.before.placement
         turn.first_byte = now
         try:
-            answer = wire.read_answer(turn.facts.endpoint, body)
+            answer = wire.read_answer(turn.facts.endpoint, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
             turn.count_account(placement.decode, answer.params.account)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
@@ -1166,7 +1175,9 @@ class Collecting(msgspec.Struct, frozen=True):
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
-        settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now) + turn.named(answer.id)
+        settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now)
+        if turn.facts.api.refers_to_answers:
+            settled += turn.named(answer.id)
         head = Respond(200, turn.headers(placement, self.headers))
         return Done(), (*settled, turn.report(placement, now), head, Send(shown))
 

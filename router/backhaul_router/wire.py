@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from . import extension
-from .api import Api, Usage, usage_of, wanted
+from .api import NO_IDS, Api, Usage, usage_of, wanted
 from .chat import Chat
 from .completions import Completions
 from .extension import Account, Ask, Lease
@@ -34,13 +34,14 @@ from .members import (
     decode_any,
     decode_members,
     encode,
-    exact,
     is_set,
     join,
     passed_body,
+    put_last,
     read_members,
     split,
     value_of,
+    without,
     without_handles,
 )
 from .messages import Messages
@@ -72,6 +73,7 @@ __all__ = [
     "read_answer",
     "read_handle",
     "read_ids",
+    "read_left",
     "read_params",
     "read_rendered",
     "read_request",
@@ -145,6 +147,8 @@ class Facts(msgspec.Struct, frozen=True):
     """The field for whose sake the request goes to D alone, as it is; `None` when it may be split into legs."""
     unproven: str | None
     """What keeps the router from sending token ids in place of the messages."""
+    answer_limit: int | None
+    """The client's limit of the answer's tokens."""
 
     @property
     def api(self) -> Api:
@@ -173,9 +177,13 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
             alone = alone or key
     if alone is None and not api.alone.isdisjoint(members):
         alone = next((key for key in members if key in api.alone and is_set(members[key])), None)
+    limit: int | None = None
     for key in api.positive:
-        if (number := known.get(key)) is not None and number < 1:
-            alone = alone or key
+        if (number := known.get(key)) is not None:
+            if number < 1:
+                alone = alone or key
+            if key != "n" and (limit is None or number < limit):
+                limit = number
     options = known.get("stream_options") or {}
     history = api.history(members)
     return Facts(
@@ -194,6 +202,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         multiple=(known.get("n") or 1) > 1 or (known.get("best_of") or 1) > 1 or bool(known.get("use_beam_search")),
         alone=alone or history.odd or api.decode_only(members),
         unproven=history.unproven,
+        answer_limit=limit,
     )
 
 
@@ -233,13 +242,6 @@ def stop_tokens(facts: Facts) -> tuple[int, ...]:
         return _decode_stops(facts.members.get("stop_token_ids", NULL)) or ()
     except msgspec.DecodeError:  # the engine is to say what it thinks of them
         return ()
-
-
-def answer_limit(facts: Facts) -> int | None:
-    """The client's limit of the answer's tokens."""
-    given = (facts.members.get(key) for key in facts.api.positive if key != "n")
-    limits = [value for raw in given if raw is not None and type(value := value_of(raw)) is int]
-    return min(limits, default=None)
 
 
 def closed_body(facts: Facts, messages: int) -> bytes:
@@ -305,15 +307,13 @@ def tokenize_body(facts: Facts) -> bytes | None:
     return join({key: value for key, value in given.items() if key in allowed})
 
 
-def prefill_body(facts: Facts, token_ids: Sequence[int] | Raw | None, handle: bytes | None) -> bytes:
-    """P's leg: one token, not streamed, blocks kept for D. `handle` is what `cut_handle` made of D's. Here and in
-    `decode_body` the ids may have been encoded before (`encode_ids`)."""
+def prefill_body(facts: Facts, token_ids: Sequence[int] | Raw | None, handle: Members | None) -> bytes:
+    """P's leg: one token, not streamed, blocks kept for D. `handle` is what `cut_handle` or `whole_handle` made of D's. Here
+    and in `decode_body` the ids may have been encoded before (`encode_ids`)."""
     api = facts.api
     members = {key: value for key, value in facts.members.items() if key not in api.not_for_prefill}
     members |= {"stream": FALSE, api.limit: ONE, **api.for_prefill(members)}
-    params = decode_members(handle) if handle else {}
-    params["do_remote_decode"] = TRUE
-    params["do_remote_prefill"] = FALSE
+    params = {**(handle or {}), "do_remote_decode": TRUE, "do_remote_prefill": FALSE}
     _put_ids(facts, members, params, token_ids)
     members[HANDLE] = Raw(join(params))
     return join(members)
@@ -426,12 +426,19 @@ class _Params(msgspec.Struct):
     remote_num_tokens: int = 0
     remote_prefill_cached_tokens: int | None = None
     transfer_mode: str = "pull"
+    backhaul: Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Beside(msgspec.Struct):
+    backhaul: Raw = NULL
+
+
+_NO_TOKENS: Final = Raw(b"0")
 _FREED: Final = 0
 """vLLM's null block: it stands in a list for one that was freed."""
 _decode_groups = msgspec.json.Decoder(list[list[int]]).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
+_decode_beside = msgspec.json.Decoder(_Beside).decode
 
 
 class Params(msgspec.Struct, frozen=True):
@@ -443,25 +450,33 @@ class Params(msgspec.Struct, frozen=True):
     account: Account | None = None
 
 
+_NO_PARAMS: Final = Params()
+
+
 def read_params(raw: Raw | bytes | None) -> Params:
     """No handle is found where a required field is missing, where it holds no blocks, or was made for push transfer.
 
     Raises `msgspec.DecodeError`."""
-    if raw is None or bytes(raw) == b"null":
-        return Params()
-    members = decode_members(raw)
-    said = extension.read(members.pop(EXTENSION, None))
+    if raw is None or (kept := bytes(raw)) == b"null":
+        return _NO_PARAMS
+    try:
+        params = _decode_params(kept)
+    except msgspec.ValidationError:
+        if decode_members(kept).keys() >= _REQUIRED_KEYS:
+            raise
+        said = extension.read(_decode_beside(kept).backhaul)
+        return Params(None, said.token_ids, said.account)
+    said = extension.NOTHING
+    if params.backhaul is not msgspec.UNSET:
+        said = extension.read(params.backhaul)
+        kept = without(kept, EXTENSION, params.backhaul)
     nothing = Params(None, said.token_ids, said.account)
-    if not members.keys() >= _REQUIRED_KEYS:
-        return nothing
-    kept = join(members)
-    params = _decode_params(kept)
     groups = params.remote_block_ids or ()
     blocks = sum(map(len, groups))
     if not blocks or params.transfer_mode != "pull":
         return nothing
     handle = Handle(
-        params=exact(kept),
+        params=kept,
         engine_id=_shared(params.remote_engine_id),
         request_id=params.remote_request_id,
         tokens=params.remote_num_tokens,
@@ -482,16 +497,17 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
     return params.handle, params.token_ids
 
 
-def whole_handle(handle: Handle) -> bytes:
+def whole_handle(handle: Handle) -> Members:
     """The handle for a P of ours, which finds out by itself what of it to claim. Any other P, such as one that was restarted
     without our connector, finds no token in it to read: it could not tell whether they are this prompt's."""
-    members = {**decode_members(handle.params), "remote_num_tokens": Raw(b"0")}
+    members = decode_members(handle.params)
+    members["remote_num_tokens"] = _NO_TOKENS
     if handle.passed_on is not None:
         members[EXTENSION] = Raw(handle.passed_on)
-    return join(members)
+    return members
 
 
-def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = False) -> bytes:
+def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = False) -> Members:
     """The handle for its `blocks` leading blocks alone, without what our connector says of the whole. P trims block lists
     from their front, so the token count and every list must be cut together: cutting one of them reads KV of other positions.
     A P of ours is told that the router proved what it was cut to."""
@@ -501,7 +517,7 @@ def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = 
     members["remote_num_tokens"] = Raw(encode(blocks * block_size))
     if to_ours:
         members[EXTENSION] = extension.PROVEN_BY_TOKENS
-    return join(members)
+    return members
 
 
 # --- what comes back -----------------------------------------------------------------------------------------------------
@@ -533,11 +549,28 @@ class Answer(msgspec.Struct, frozen=True):
         return value if isinstance(value, str) else None
 
 
-def read_answer(endpoint: Endpoint, body: bytes | Members) -> Answer:
-    """Raises `MalformedBody` or `msgspec.DecodeError`."""
+class _Left(msgspec.Struct):
+    kv_transfer_params: Raw = NULL
+    usage: Raw = NULL
+
+
+_decode_left = msgspec.json.Decoder(_Left).decode
+
+
+def read_left(endpoint: Endpoint, body: bytes) -> tuple[Params, Usage | None]:
+    """What counts of P's answer, whose one token nobody sees. Raises `MalformedBody` or `msgspec.DecodeError`."""
+    try:
+        left = _decode_left(body)
+    except RecursionError:
+        raise MalformedBody("it is nested too deeply") from None
+    return read_params(left.kv_transfer_params), usage_of(endpoint.api, left.usage)
+
+
+def read_answer(endpoint: Endpoint, body: bytes | Members, *, ids: bool = True) -> Answer:
+    """With `ids` those that the engine says it ran and made, else none. Raises `MalformedBody` or `msgspec.DecodeError`."""
     members = split(body) if isinstance(body, bytes) else body
     params = read_params(members.get(HANDLE))
-    generated, ran = endpoint.api.read_ids(members)
+    generated, ran = endpoint.api.read_ids(members) if ids else NO_IDS
     return Answer(members, params, usage_of(endpoint.api, members.get("usage")), generated, ran)
 
 
@@ -551,11 +584,16 @@ def client_answer(facts: Facts, members: Members, note: Mapping[str, object] | N
     return join(out)
 
 
+_NAMES_US: Final = f'"{EXTENSION}"'.encode()
+
+
 def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
     if bytes(usage) == b"null":
         return bytes(usage)
-    return encode({**decode_members(usage), EXTENSION: note})
+    if b'"' not in bytes(usage) or _NAMES_US in bytes(usage):
+        return encode({**decode_members(usage), EXTENSION: note})
+    return put_last(bytes(usage), EXTENSION, encode(note))
 
 
 def quotes_handle(body: bytes) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from backhaul_router import digests
 from backhaul_router.fleet import Fleet, Role
 from backhaul_router.ledger import Held, Taken
-from backhaul_router.placement import NoEngine, Placement, Prompt, needs_ids, place, reusable_blocks
+from backhaul_router.placement import NoEngine, Placement, Prompt, needs_ids, pick_engines, place, reusable_blocks
 from backhaul_router.report import Proof, Reason, Route
 from core_values import BLOCK, D1, D2, P1, P2, branch, config, engine, fleet, held, leased, taken
 
@@ -201,12 +201,15 @@ def test_ids_are_needed_where_somebody_does_not_check(
     p: int | None, d: int | None, digests_: bool, needed: bool
 ) -> None:
     on = Fleet([engine(P1, connector=p), engine(D1, connector=d)])
-    assert needs_ids(checked() if digests_ else left(), on) is needed
+    taken = checked() if digests_ else left()
+    assert needs_ids(taken, on, pick_engines(taken, on)) is needed
 
 
 def test_ids_are_not_needed_for_a_first_turn_of_engines_that_check() -> None:
-    assert not needs_ids(Taken(reason=Reason.FIRST_TURN), fleet(connector=1))
-    assert needs_ids(Taken(reason=Reason.FIRST_TURN), fleet())
+    first = Taken(reason=Reason.FIRST_TURN)
+    ours, stock = fleet(connector=1), fleet()
+    assert not needs_ids(first, ours, pick_engines(first, ours))
+    assert needs_ids(first, stock, pick_engines(first, stock))
 
 
 # --- unsafe pairs --------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_several_groups_of_blocks_are_never_read_in_part(
 def test_a_cut_handle_ends_where_its_token_count_says(whole: int, data: st.DataObject, block: int) -> None:
     blocks = data.draw(st.integers(1, whole))
     handle = held(tokens=whole * block, remote_block_ids=[list(range(7, 7 + whole))], unknown={"kept": 1}).handle
-    cut = json.loads(wire.cut_handle(handle, blocks, block))
+    cut = json.loads(wire.join(wire.cut_handle(handle, blocks, block)))
     before = json.loads(handle.params)
     assert cut["remote_num_tokens"] == blocks * block
     assert cut["remote_block_ids"] == [before["remote_block_ids"][0][:blocks]]

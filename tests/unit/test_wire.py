@@ -424,7 +424,7 @@ def test_prefill_makes_one_token_and_keeps_what_shapes_the_prompt() -> None:
 
 def test_prefill_is_given_the_handle_verbatim_with_its_flags_set() -> None:
     given = params(unknown={"deep": [1.50]}, do_remote_decode=False, do_remote_prefill=True)
-    sent = json.loads(wire.prefill_body(facts(), (1, 2, 3), encoded(given)))["kv_transfer_params"]
+    sent = json.loads(wire.prefill_body(facts(), (1, 2, 3), wire.split(encoded(given))))["kv_transfer_params"]
     assert sent == {**given, **WORKED_OUT, "prompt_token_ids": [1, 2, 3]}
 
 
@@ -491,7 +491,7 @@ def test_unknown_fields_and_numbers_are_carried_verbatim() -> None:
     raw = encoded(params())[:-1] + b',"later": [1.50, 12345678901234567890123], "remote_blocks_expiry_time":1.10}'
     found, _ = wire.read_handle(raw)
     assert found is not None
-    assert b'"later":[1.50, 12345678901234567890123]' in found.params
+    assert b'"later": [1.50, 12345678901234567890123]' in found.params
     assert b'"remote_blocks_expiry_time":1.10' in found.params
 
 
@@ -547,7 +547,7 @@ def test_a_cut_handle_is_cut_in_its_count_and_in_every_list(blocks: int) -> None
     given = params(remote_block_ids=[list(range(8)), list(range(10, 18))], unknown=1.50)
     found, _ = wire.read_handle(encoded(given))
     assert found is not None
-    assert json.loads(wire.cut_handle(found, blocks, BLOCK)) == {
+    assert json.loads(wire.join(wire.cut_handle(found, blocks, BLOCK))) == {
         **given,
         "remote_block_ids": [list(range(blocks)), list(range(10, 10 + blocks))],
         "remote_num_tokens": blocks * BLOCK,
