@@ -95,8 +95,6 @@ class Branch(msgspec.Struct, frozen=True, gc=False):
     held: Held | None
     missing: Reason | None = None
     """Why `held` is `None`."""
-    spans: bytes = b""
-    """Digests of the same tokens as in `blocks`, in whole spans, by which a later turn's are found sooner."""
     prompt_tokens: int = 0
     """Those of `tokens` that were the prompt; 0 where they were not counted."""
     by_history: bool = False

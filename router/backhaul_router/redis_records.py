@@ -26,7 +26,7 @@ from .wire import Handle
 
 log = logging.getLogger("backhaul")
 
-FORMAT = "1"
+FORMAT = "2"
 """Of records, and part of every key: routers that write others do not see each other's."""
 _NO_BOUND = 2**31
 _GRACE_S = 30.0
@@ -75,7 +75,6 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """What only the turn needs that goes on from the branch."""
 
     blocks: bytes
-    spans: bytes
     ran: bytes | None
     said: Said | None
     rendering: bytes | None
@@ -391,7 +390,7 @@ def with_body(branch: Branch, body: bytes) -> Branch:
     exact = None
     if read.ran is not None and read.said is not None and read.rendering is not None:
         exact = Kept(_unpacked(read.ran), read.said, read.rendering)
-    return msgspec.structs.replace(branch, blocks=read.blocks, spans=read.spans, exact=exact)
+    return msgspec.structs.replace(branch, blocks=read.blocks, exact=exact)
 
 
 def handles_in(head: bytes, loaded: Loaded) -> tuple[Held, ...]:
@@ -432,8 +431,8 @@ def _held(record: _HeldRecord) -> Held:
 
 def _body(branch: Branch) -> _Body:
     if branch.exact is None:
-        return _Body(branch.blocks, branch.spans, None, None, None)
-    return _Body(branch.blocks, branch.spans, _packed(branch.exact.ran), branch.exact.said, branch.exact.rendering)
+        return _Body(branch.blocks, None, None, None)
+    return _Body(branch.blocks, _packed(branch.exact.ran), branch.exact.said, branch.exact.rendering)
 
 
 def _packed(ids: array[int]) -> bytes:
