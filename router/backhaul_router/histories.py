@@ -48,13 +48,17 @@ class Histories:
         that makes room, if one has to: the one of the same tenant that was filed longest ago."""
         ends = frozenset(chain[-digests.SIZE :] for chain in chains if chain)
         filed = self._by_tenant.setdefault(key.tenant, OrderedDict())
-        before = _each(filed.pop(key, frozenset()))
+        before = _each(filed.get(key, frozenset()))
         for end in before - ends:
             self._remove(key, end)
         for end in ends:
             self._add(key, end)
-        if ends:
-            filed[key] = next(iter(ends)) if len(ends) == 1 else ends
+        if not ends:
+            filed.pop(key, None)
+        else:
+            if ends != before:
+                filed[key] = next(iter(ends)) if len(ends) == 1 else ends
+            filed.move_to_end(key)  # a dictionary that keys leave and enter grows to twice its size
         return next(iter(filed)) if len(filed) > self._most(key.tenant) else None
 
     def drop(self, key: Key) -> None:
