@@ -38,7 +38,7 @@ class Conversation:
     def pop(self, index: int) -> Branch:
         """Takes one of its branches out."""
         branch = self.branches[index]
-        self.branches = tuple(one for one in self.branches if one is not branch)
+        self.branches = self.branches[:index] + self.branches[index + 1 :]
         return branch
 
 
