@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Hashable)
 _SPAN_S = 1.0
 _VOID = 8
 """Of a list's things that are void before it is cleaned, and a quarter of it."""
@@ -94,12 +94,10 @@ class Due(Generic[_T]):
 
     def _awaited(self, span: int, things: list[_T]) -> list[_T]:
         """Those of a span's things that are not void, each once."""
-        found: dict[int, _T] = {}
-        for thing in things:
-            at = self._when(thing)
-            if at is not None and at // self._span_s == span:
-                found[id(thing)] = thing
-        return list(found.values())
+        when, span_s = self._when, self._span_s
+        return list(
+            dict.fromkeys(thing for thing in things if (at := when(thing)) is not None and at // span_s == span)
+        )
 
     def _remove(self, span: int) -> None:
         del self._far[span]

@@ -102,11 +102,6 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
     busy: int = 0
     """Turns that have taken it."""
 
-    @property
-    def place(self) -> float:
-        """Until when it was expected to be used as of `seen`: under this it is in the order."""
-        return self.expected_until(self.seen)
-
     def expected_until(self, now: float) -> float:
         if self.resumes > now:
             return now - (self.resumes - now) + self.patience_s
@@ -120,8 +115,14 @@ class _Kept(msgspec.Struct, eq=False, gc=False):
             self.seen, self.resumes = max(self.seen, self.resumes), 0.0
 
 
-def _place(kept: _Kept) -> float | None:
-    return None if kept.held is None else kept.place
+def _place(kept: _Kept) -> float:
+    """Until when it was expected to be used as of `seen`: under this it is in the order."""
+    seen, resumes = kept.seen, kept.resumes
+    return seen - (resumes - seen) + kept.patience_s if resumes > seen else seen + kept.patience_s
+
+
+def _awaited(kept: _Kept) -> float | None:
+    return None if kept.held is None else _place(kept)
 
 
 def _deadline(kept: _Kept) -> float | None:
@@ -145,7 +146,7 @@ class _Decode:
         """Kept for others, as far as is known."""
         self.handles: dict[str, _Kept] = {}
         """By request id."""
-        self.order = Due(_place)
+        self.order = Due(_awaited)
         """By when they are least expected to be used any more."""
         self.known = False
         """It is one of the fleet's engines. Of another the account ends with what it counts."""
@@ -399,7 +400,7 @@ class Retention:
             kept = _Kept(held, key, tokens, held.deadline, now, patience_s)
             account.handles[name] = kept
             account.kept += tokens
-            account.order.put(kept, kept.place)
+            account.order.put(kept, _place(kept))
             self._deadlines.put(kept, kept.deadline)
         else:
             kept.held, kept.key = held, key
@@ -416,10 +417,10 @@ class Retention:
     @staticmethod
     def _seen(kept: _Kept, account: _Decode, now: float, resumes: float, patience_s: float | None = None) -> None:
         """A sign of life; a pause until `resumes` follows."""
-        before = kept.place
+        before = _place(kept)
         kept.seen, kept.resumes = now, resumes
         kept.patience_s = kept.patience_s if patience_s is None else patience_s
-        if (place := kept.place) != before:
+        if (place := _place(kept)) != before:
             account.order.void(before)
             account.order.put(kept, place)
 
@@ -438,7 +439,7 @@ class Retention:
         kept = None if account is None else account.handles.pop(request_id, None)
         if account is None or kept is None:
             return
-        place, kept.held, kept.key = kept.place, None, _NOBODY  # its places in the lists are void, and keep nothing
+        place, kept.held, kept.key = _place(kept), None, _NOBODY  # its places in the lists are void, and keep nothing
         account.order.void(place)
         self._deadlines.void(kept.deadline)
         account.kept -= kept.tokens
@@ -475,14 +476,14 @@ class Retention:
                 continue
             if kept.busy:
                 busy.append(kept)
-            elif kept.expected_until(self._now) > kept.place:  # the end of a pause has come nearer
+            elif kept.expected_until(self._now) > _place(kept):  # the end of a pause has come nearer
                 kept.look_again(self._now)
-                order.put(kept, kept.place)
+                order.put(kept, _place(kept))
             else:
                 victims.append(Victim(kept.key, held, cause, with_turn and held.leased))
                 tokens -= kept.tokens
                 self._end(held.name, cause)
         for kept in busy:
-            order.put(kept, kept.place)
+            order.put(kept, _place(kept))
         self._due += victims
         return tuple(victims)
