@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T", bound=Hashable)
 _SPAN_S = 1.0
-_VOID = 8
+_VOID = 2
 """Of a list's things that are void before it is cleaned, and a quarter of it."""
 
 
