@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T", bound=Hashable)
-_SPAN_S = 1.0
-_VOID = 2
-"""Of a list's things that are void before it is cleaned, and a quarter of it."""
+_SPAN_S = 2.0
+_VOID = 4
+"""A list is cleaned when more than one thing in so many is void."""
 
 
 class Due(Generic[_T]):
@@ -60,7 +60,7 @@ class Due(Generic[_T]):
             self._void_near()
             return
         void = self._void.get(span, 0) + 1
-        if void <= _VOID + len(things) // 4:
+        if void <= len(things) // _VOID:
             self._void[span] = void
         elif left := self._awaited(span, things):
             self._far[span] = left
@@ -87,7 +87,7 @@ class Due(Generic[_T]):
 
     def _void_near(self) -> None:
         self._near_void += 1
-        if self._near_void > _VOID + len(self._near) // 4:
+        if self._near_void > len(self._near) // _VOID:
             self._near = [one for one in self._near if self._when(one[2]) == one[0]]
             heapq.heapify(self._near)
             self._near_void = 0
