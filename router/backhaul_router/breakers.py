@@ -91,7 +91,12 @@ class Breakers:
 
     @property
     def any_open(self) -> bool:
-        return any(breaker.state is not BreakerState.CLOSED for breaker in tuple(self._at.values()))
+        return bool(self._at) and any(breaker.state is not BreakerState.CLOSED for breaker in tuple(self._at.values()))
+
+    @property
+    def all_well(self) -> bool:
+        """Whether nothing has failed since its last answer."""
+        return not self._at
 
     def open_legs(self) -> tuple[Where, ...]:
         """What a probe may close."""

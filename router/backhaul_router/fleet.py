@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -275,7 +275,7 @@ class Fleet:
         self._safe: set[tuple[str, str]] = set()
         self._to_release: dict[Holder, list[str]] = {}
         self._ranks: dict[str, set[str]] = {}
-        self._accounts: dict[str, Counter[str]] = {}
+        self._accounts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
         self._breakers = Breakers()
@@ -426,7 +426,7 @@ class Fleet:
 
     def note_answer(self, engine: Engine, leg: Leg | None = None) -> None:
         """A real answer came on a leg."""
-        if self._breakers.answered(Where(engine.url, leg or engine.role.leg)):
+        if not self._breakers.all_well and self._breakers.answered(Where(engine.url, leg or engine.role.leg)):
             log.info("%s answers again", engine)
 
     @property
@@ -529,9 +529,10 @@ class Fleet:
     def note_account(self, engine: Engine, account: Account) -> None:
         """Adds up what a prefill engine says it did, for `Router.audit`."""
         with self._lock:
-            counted = self._accounts.setdefault(engine.url, Counter())
+            counted = self._accounts[engine.url]
             for name in AUDITED:
-                counted[name] += getattr(account, name) or 0
+                if said := getattr(account, name):
+                    counted[name] += said
 
     def note_unaccounted(self, engine: Engine) -> None:
         """A prefill of ours ended without an account."""
@@ -654,7 +655,7 @@ class Fleet:
         with self._lock:
             before = self._engine_ids.get(engine.url)
             self._engine_ids[engine.url] = base
-            if (rank := Holder.of(engine.url, engine_id).rank) is not None:
+            if base is not engine_id and (rank := Holder.of(engine.url, engine_id).rank) is not None:
                 self._ranks.setdefault(engine.url, set()).add(rank)
         return before if before is not None and before != base else None
 
@@ -683,7 +684,9 @@ class Fleet:
     def prefill_rate(self, engine: Engine | None) -> tuple[float, int] | None:
         """Milliseconds per computed token on an engine (of all prefill engines where none is named), and from how many
         cold turns; `None` before the first."""
-        rates = [self._rates[engine.url]] if engine and engine.url in self._rates else list(self._rates.values())
+        if engine is not None and (one := self._rates.get(engine.url)) is not None:
+            return (one.ms_per_token, one.turns) if one.turns else None
+        rates = list(self._rates.values())
         turns = sum(rate.turns for rate in rates)
         if not turns:
             return None

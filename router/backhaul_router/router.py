@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import random
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
@@ -64,7 +67,7 @@ log = logging.getLogger("backhaul")
 _PROBE_AGAIN_S = 10.0
 _CHORES_S = 0.05
 """By so much later than it is due something may be dropped or asked."""
-_FORWARDED_HEADERS = ("traceparent", "tracestate")
+_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-request-id")
 _TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
 _GET = ("/v1/models", "/health", "/version")
 _POST = (
@@ -162,8 +165,9 @@ class Router:
         self.clock = clock
         self.responses = KnownResponses()
         """Conversations by the ids of the responses that their turns were answered with."""
-        self.ledger: Ledger = open_ledger(config, clock)
-        self.retention = Retention(config.retained_tokens_budget, config.one_shot_s)
+        self._ledger: Ledger = open_ledger(config, clock)
+        self._retention = Retention(config.retained_tokens_budget, config.one_shot_s)
+        self._unsettled: deque[Callable[[], None]] = deque()
         self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
@@ -182,6 +186,20 @@ class Router:
 
     def __repr__(self) -> str:
         return f"<Router {self._fleet or 'not connected'}, {self.ledger}>"
+
+    @property
+    def ledger(self) -> Ledger:
+        """Histories and handles, with what every turn has left whose answer has been given."""
+        if self._unsettled:
+            self._settle_all()
+        return self._ledger
+
+    @property
+    def retention(self) -> Retention:
+        """What decode engines keep for this router, likewise."""
+        if self._unsettled:
+            self._settle_all()
+        return self._retention
 
     @property
     def fleet(self) -> Fleet:
@@ -218,7 +236,7 @@ class Router:
                     self.config.decoder_kv_blocks_ttl,
                 )
         if self._fleet is None:
-            self._fleet = Fleet(found, self._seed, self.retention)
+            self._fleet = Fleet(found, self._seed, self._retention)
             self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
@@ -414,8 +432,10 @@ class Router:
     @staticmethod
     def _engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
         """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
-        wanted = ((name, headers[name]) for name in (*_FORWARDED_HEADERS, "x-request-id") if name in headers)
-        out = {name: value for name, value in wanted if value.isascii() and value.isprintable()}
+        out = {}
+        for name in _FORWARDED_HEADERS:
+            if (value := headers.get(name)) is not None and value.isascii() and value.isprintable():
+                out[name] = value
         request_id = out.get("x-request-id", "")
         out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
         if conversation and conversation.isascii():
@@ -538,6 +558,7 @@ class Router:
 
     async def settled(self) -> None:
         """Returns when the releases that this event loop has begun are done."""
+        self._settle_all()
         if self._leases is not None:
             self._leases.hurry()
         loop = asyncio.get_running_loop()
@@ -546,6 +567,7 @@ class Router:
 
     async def aclose(self) -> None:
         """Releases every handle of this router, but those that it shares with others, and closes the connections."""
+        self._settle_all()
         if self._leases is not None:
             self.pairs.close()
             if self._prober is not None:
@@ -648,8 +670,9 @@ class Router:
 
     # --- what a run performs
 
-    def perform(self, action: Action, scope: ConversationScope | None) -> None:
-        """Everything but the client's answer."""
+    def perform(self, action: Action, scope: ConversationScope | None, pause_s: float | None = None) -> None:
+        """Everything but the client's answer. What a turn leaves is filed when the answer is on its way, or as soon as anything
+        looks at the ledger; `pause_s` is the caller's word on when the next turn comes."""
         match action:
             case Release():
                 self._spawn(self.leases_kept.release(action))
@@ -661,15 +684,9 @@ class Router:
             case Lost(key, taken, reason):
                 retention = self.retention
                 self._drop(self.ledger.lost(key, taken, reason), lambda dropped: retention.lost(taken, dropped))
-            case Settle(key, taken, branch):
-                now, retention = self.clock(), self.retention
-
-                def settled(dropped: tuple[Held, ...]) -> None:
-                    retention.settled(key, taken, branch, dropped, now)
-
-                self._drop(self.ledger.settle(key, taken, branch, now), settled, ride=True)
-                self._sweep_in_time(branch)
-                self._check_before_it_is_needed(branch)
+            case Settle():
+                self._unsettled.append(partial(self._settle, action, self.clock(), pause_s))
+                asyncio.get_running_loop().call_soon(self._settle_all)
             case DropEngine(decode, engine_id):
                 self._forget_process(decode, self.ledger.drop_engine(decode, engine_id))
             case NoteResponse(response, conversation, tenant):
@@ -682,6 +699,34 @@ class Router:
                 raise AssertionError("the client's answer is the run's own")
             case _:
                 assert_never(action)
+
+    def _settle_all(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # what is released needs one; the turn's own does it
+            return
+        unsettled = []
+        with contextlib.suppress(IndexError):  # another thread may take some
+            while True:
+                unsettled.append(self._unsettled.popleft())
+        for settle in unsettled:
+            try:
+                settle()
+            except Exception as error:  # noqa: BLE001
+                # Whoever looked has nothing to do with it, and the turn has been answered.
+                loop.call_exception_handler({"message": "what a turn left could not be filed", "exception": error})
+
+    def _settle(self, settle: Settle, now: float, pause_s: float | None) -> None:
+        retention, branch = self._retention, settle.branch
+
+        def settled(dropped: tuple[Held, ...]) -> None:
+            retention.settled(settle.key, settle.taken, branch, dropped, now)
+
+        self._drop(self._ledger.settle(settle.key, settle.taken, branch, now), settled, ride=True)
+        self._sweep_in_time(branch)
+        self._check_before_it_is_needed(branch)
+        if pause_s is not None and branch.held is not None:
+            retention.paused((branch.held.name,), now, pause_s)
 
     def _forget_process(self, decode: str, dropped: Dropped) -> None:
         if isinstance(dropped, tuple):

@@ -27,14 +27,13 @@ from .effects import (
     Record,
     Respond,
     Send,
-    Settle,
     Take,
     Took,
 )
 from .engine_client import EngineCall, EngineFailure, EngineStream, FailureKind
 from .errors import Leg
 from .fleet import Engine
-from .ledger import Branch, Taken
+from .ledger import Taken
 from .report import ReuseReport
 from .scope import ConversationScope
 from .spans import NO_SPANS, Spans
@@ -146,13 +145,12 @@ class Run:
                     self.status, self.headers = status, headers
                 case Send(data):
                     self._out.append(data)
-                case _:
+                case Record(report):
                     self._router.perform(action, self._scope)
-                    if isinstance(action, Settle):
-                        self._note_pause(action.branch)
-                    elif isinstance(action, Record):
-                        self._end_after(action.report)
-                        self._spans.end(action.report)
+                    self._end_after(report)
+                    self._spans.end(report)
+                case _:
+                    self._router.perform(action, self._scope, self._turn.hints.pause_s)
 
     def _end_after(self, report: ReuseReport) -> None:
         """A last turn ends its conversation; one that failed may be tried again first."""
@@ -161,10 +159,6 @@ class Run:
         answered = report.status == 200 and report.error in (None, "client_gone")
         if self._turn.hints.last_turn and answered and report.conversation is not None:
             self._router.forget(report.conversation, report.tenant)
-
-    def _note_pause(self, branch: Branch) -> None:
-        if (pause_s := self._turn.hints.pause_s) is not None and branch.held is not None:
-            self._router.retention.paused((branch.held.name,), self._router.clock(), pause_s)
 
     async def _meet(self, need: Need) -> Event:
         if self._router.retention.due:

@@ -206,7 +206,8 @@ class Turn:
 
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
-        self.prompt = Prompt(sum([max(1, len(message) - _MESSAGE_KEYS_BYTES) for message in self.facts.messages]))
+        messages = self.facts.messages
+        self.prompt = Prompt(max(sum(map(len, messages)) - len(messages) * _MESSAGE_KEYS_BYTES, len(messages)))
         if self.facts.multiple:
             return self.leave_to_decode(Reason.MULTIPLE_CHOICES, now)
         if self.facts.alone is not None:
