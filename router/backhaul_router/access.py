@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .admission import Refused
 from .tenants import Tenant, Tenants
 from .wire import Endpoint, api_of
 
@@ -16,8 +17,6 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 MAX_HEADERS = 200
 MAX_HEADER_BYTES = 64 * 1024
 """Of all names and values together. Coding agents send some 30 headers of 4 KiB in all."""
-TRY_AGAIN_S = 1
-"""`Retry-After` of a tenant that has too many requests running: when one of them ends, nobody knows."""
 
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _BY_API_KEY = (Endpoint.MESSAGES, "/backhaul/")
@@ -76,8 +75,7 @@ def refusal_of_key(path: str) -> Refusal:
     return Refusal(401, body, (("www-authenticate", "Bearer"),))
 
 
-def refusal_of_turn(path: str, tenant: Tenant) -> Refusal:
+def refusal_of_turn(path: str, refused: Refused) -> Refusal:
     """Where a tenant has as many requests running as it may."""
-    message = f"{tenant.name} has {tenant.max_concurrent_turns} requests running, its limit (max_concurrent_turns)"
-    body = api_of(path).error(message, type_="rate_limit_error", code="too_many_turns")
-    return Refusal(429, body, (("retry-after", str(TRY_AGAIN_S)),), retry=True)
+    body = api_of(path).error(str(refused), type_="rate_limit_error", code=refused.code)
+    return Refusal(refused.status, body, (("retry-after", str(refused.retry_after_s)),), retry=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,10 @@ class Reloads(Protocol):
 
     async def __call__(self) -> dict[str, Any]:
         """What has changed. Raises `ConfigError`, and then nothing has."""
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """Engines that are taken out as soon as nothing is left to do there."""
 
     async def aclose(self) -> None: ...
 

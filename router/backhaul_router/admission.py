@@ -1,8 +1,11 @@
-"""How many turns run at a time, and who waits: a bounded queue for each tenant, served in turns.
+"""How many requests each tenant may have here, how many turns run at a time, and who waits: a bounded queue for each tenant,
+served in turns.
 
 A turn that finds no room waits; a queue that is full refuses. Of two tenants with turns waiting each gets every second place that
 becomes free, however many the other has queued, and a full queue makes room for one that has fewer by refusing the newest of
 the one that has most: nobody's burst shuts others out.
+
+A tenant's own limit is another thing: it counts what waits too, and refuses before a request's body is read.
 
 Belongs to one event loop.
 """
@@ -12,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -62,6 +65,7 @@ class Admission:
         self._limits = limits or Limits()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._queued = 0
+        self._here: Counter[str] = Counter()
         self.running = 0
 
     def __repr__(self) -> str:
@@ -79,6 +83,24 @@ class Admission:
     def limits(self, limits: Limits) -> None:
         self._limits = limits
         self._admit()
+
+    @contextlib.contextmanager
+    def request(self, tenant: str, most: int | None) -> Iterator[None]:
+        """One of at most `most` requests that a tenant may have here, until the block is left. Raises `Refused`."""
+        if most is not None and self._here[tenant] >= most:
+            raise Refused(
+                429,
+                "too_many_turns",
+                f"{tenant} has {most} requests running, its limit (max_concurrent_turns)",
+                _TRY_AGAIN_S,
+            )
+        self._here[tenant] += 1
+        try:
+            yield
+        finally:
+            self._here[tenant] -= 1
+            if not self._here[tenant]:
+                del self._here[tenant]
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str = "") -> AsyncIterator[None]:

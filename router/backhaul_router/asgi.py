@@ -23,11 +23,9 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from types import AsyncGeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote
 
 import msgspec
@@ -46,13 +44,18 @@ from .hints import MAX_PAUSE_S, checked_pause
 from .leases import LeaseError
 from .metrics_page import AUDIT_EVERY_S, MetricsPage
 from .metrics_page import PATH as METRICS
+from .on_record import OwnRecord, Record
 from .readiness import readiness
 from .report import ReuseReport
-from .reports import Recorded, ReportLogs
+from .reports import ReportLogs
 from .router import Reply, Request, Router
 from .spans import Tracing
+from .team import TeamError
 from .tenants import NO_TENANTS, Tenant, Tenants
 from .wire import Endpoint, api_of
+
+if TYPE_CHECKING:
+    from .team_app import Colleagues
 
 log = logging.getLogger("backhaul")
 
@@ -108,9 +111,11 @@ class App:
         self.metrics = metrics
         self.admission = Admission(limits)
         self.admin = Admin(router)
+        self.record: Record = OwnRecord(reports)
+        self.team: Colleagues | None = None
+        """The other processes that serve the same address, where there are any."""
         self.stopping = False
         """Requests are answered as before, but new ones had better go elsewhere."""
-        self._running: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"<App {self.router} {self.reports}>"
@@ -118,7 +123,7 @@ class App:
     async def connect(self) -> None:
         """Connects the router, and begins what runs beside it. Raises `ConfigError`."""
         await self.router.connect()
-        if self.metrics is not None:
+        if self.metrics is not None and self.team is None:  # one of several knows a part of what the engines count
             self.metrics.start()
 
     async def aclose(self) -> None:
@@ -170,7 +175,7 @@ class App:
         elif path == ADMIN or path.startswith(f"{ADMIN}/"):
             await self._administer(scope, receive, send)
         elif path == METRICS and scope["method"] == "GET" and self.metrics is not None:
-            await _send_metrics(self.metrics, scope, send)
+            await self._metrics(self.metrics, scope, send)
         elif self.tenants:
             await self._for_tenant(scope, receive, send)
         elif path == "/backhaul" or path.startswith("/backhaul/"):
@@ -189,14 +194,12 @@ class App:
             await self._backhaul(scope, send, tenant)
         elif scope["method"] != "POST":
             await self._routed(scope, receive, send, tenant)
-        elif self._running[tenant.name] >= (tenant.max_concurrent_turns or math.inf):
-            await self._refuse(receive, send, refusal_of_turn(path, tenant))
         else:
-            self._running[tenant.name] += 1
             try:
-                await self._routed(scope, receive, send, tenant)
-            finally:
-                self._running[tenant.name] -= 1
+                with self.admission.request(tenant.name, tenant.max_concurrent_turns):
+                    await self._routed(scope, receive, send, tenant)
+            except Refused as refused:
+                await self._refuse(receive, send, refusal_of_turn(path, refused))
 
     # --- what the router answers
 
@@ -275,7 +278,12 @@ class App:
 
     async def _answer(self, request: Request, own: _OwnReport, out: _Out) -> None:
         try:
+            if self.team is not None:
+                await self.team.learn(request)
             reply = await self.router.handle(request)
+        except TeamError as error:
+            await out.error(503, str(error), "workers_unavailable")
+            return
         except ConfigError as error:
             await out.error(503, str(error), "not_connected")
             return
@@ -301,12 +309,26 @@ class App:
             prefill, decode = 0, 0
         else:
             prefill, decode = len(fleet.prefill), len(fleet.decode)
-        state = {
+        state: dict[str, Any] = {
             "status": "ok",
             "prefill": {"connected": prefill, "configured": len(config.prefill)},
             "decode": {"connected": decode, "configured": len(config.decode)},
         }
+        if self.team is not None:
+            state.update(self.team.name)
         await _send_json(send, 200, state)
+
+    async def _metrics(self, metrics: MetricsPage, scope: Message, send: Send) -> None:
+        accept = ",".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
+        on_loopback = is_loopback(scope.get("client"))
+        if self.team is None:
+            status, body, content_type = metrics.page(accept, on_loopback=on_loopback)
+        else:
+            try:
+                status, body, content_type = await self.team.metrics_page(metrics, accept, on_loopback=on_loopback)
+            except TeamError as error:
+                status, body, content_type = 503, f"{error}\n".encode(), "text/plain; charset=utf-8"
+        await _send_whole(send, status, [("content-type", content_type), ("cache-control", "no-store")], body)
 
     async def _administer(self, scope: Message, receive: Receive, send: Send) -> None:
         answer = self.admin.refusal(scope["headers"], on_loopback=is_loopback(scope.get("client")))
@@ -324,7 +346,11 @@ class App:
             return
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         try:
-            answer = await self.admin.answer(scope["method"], scope["path"], query, body)
+            admin = self.admin if self.team is None else self.team.admin
+            answer = await admin.answer(scope["method"], scope["path"], query, body)
+        except TeamError as error:
+            await _send_error(send, 503, str(error), "workers_unavailable")
+            return
         except Exception:
             log.exception("%s %s failed, and Backhaul is at fault", scope["method"], scope["path"])
             await _send_error(send, 500, "an internal error of the router; its log has the details", "internal_error")
@@ -338,12 +364,17 @@ class App:
         elif not here:
             await _send_error(send, 403, "/backhaul answers to clients on the router's own machine only", "forbidden")
             return
-        method, path, whose = scope["method"], _raw_path(scope), tenant.name if tenant else ""
+        try:
+            await self._of_conversations(scope, send, tenant.name if tenant else "")
+        except TeamError as error:
+            await _send_error(send, 503, str(error), "workers_unavailable")
+
+    async def _of_conversations(self, scope: Message, send: Send, whose: str) -> None:
+        method, path = scope["method"], _raw_path(scope)
         _, found, name = path.partition(f"{CONVERSATIONS}/")
         of, _, verb = name.rpartition("/")
         if path == CONVERSATIONS and method == "GET":
-            listed = [recorded.summary() for recorded in self.reports.of(whose).newest_first()]
-            await _send_json(send, 200, {"conversations": listed})
+            await _send_json(send, 200, {"conversations": await self.record.listed(whose)})
         elif found and name and method == "GET":
             await self._show(unquote(name), parse_qs(scope.get("query_string", b"").decode("latin-1")), send, whose)
         elif found and name and method == "DELETE":
@@ -362,13 +393,11 @@ class App:
         except ValueError:
             await _send_error(send, 400, "turn= takes a number, and wait= a number of seconds", "malformed_query")
             return
-        if turn is not None and wait_s:
-            await self.reports.of(whose).wait_for(conversation, turn, wait_s)
-        recorded = self.reports.of(whose).get(conversation)
-        if recorded is None:
+        shown = await self.record.shown(whose, conversation, turn, wait_s)
+        if shown is None:
             await _send_unknown(send, conversation)
             return
-        await _send_json(send, 200, _shown_whole(recorded, turn))
+        await _send_json(send, 200, shown)
 
     async def _keep(self, conversation: str, verb: str, query: dict[str, list[str]], send: Send, whose: str) -> None:
         """`renew` and `pause`. What is not on record has nothing that could be kept, which the answers say."""
@@ -388,7 +417,7 @@ class App:
             await _send_error(send, 502, str(error), "lease_failed")
 
     async def _end(self, conversation: str, send: Send, whose: str) -> None:
-        known = self.reports.of(whose).forget(conversation)
+        known = await self.record.forget(whose, conversation)
         await self.router.end_conversation(conversation, whose)
         if known:
             await send(_start(204, []))
@@ -594,11 +623,6 @@ def _with_turn(headers: Sequence[tuple[str, str]], report: ReuseReport | None) -
     return out
 
 
-def _shown_whole(recorded: Recorded, turn: int | None) -> dict[str, Any]:
-    reports = [report.to_dict() for report in recorded.reports if turn is None or report.turn == turn]
-    return {**recorded.summary(), "reports": reports}
-
-
 def _start(status: int, headers: Sequence[tuple[str, str]]) -> Message:
     encoded = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers]
     return {"type": "http.response.start", "status": status, "headers": encoded}
@@ -620,12 +644,6 @@ async def _send_error(send: Send, status: int, message: str, code: str) -> None:
 def _error(status: int, message: str, code: str, api: Api = _OPENAI) -> bytes:
     type_ = "server_error" if status >= 500 else "invalid_request_error"
     return api.error(message, type_=type_, code=code)
-
-
-async def _send_metrics(metrics: MetricsPage, scope: Message, send: Send) -> None:
-    accept = ",".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"accept")
-    status, body, content_type = metrics.page(accept, on_loopback=is_loopback(scope.get("client")))
-    await _send_whole(send, status, [("content-type", content_type), ("cache-control", "no-store")], body)
 
 
 async def _send_unknown(send: Send, conversation: str) -> None:

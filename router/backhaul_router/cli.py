@@ -162,8 +162,11 @@ def _serve(args: argparse.Namespace) -> int:
             print("the configuration can be used")
             return 0
         server = _server_module()
-        with logs.to_stderr(settings.server.log_format):
-            server.serve(settings, lambda: serve_options.settings_from(args))
+        try:
+            with logs.to_stderr(settings.server.log_format):
+                server.serve(settings, lambda: serve_options.settings_from(args))
+        except server.WorkersFailed as error:
+            raise CommandError(str(error)) from error
     except ConfigError as error:
         raise CommandError(str(error)) from error
     except KeyboardInterrupt:  # before there was anything to finish

@@ -106,6 +106,7 @@ async def diagnose(
             for p, d in itertools.product(prefill, decode):
                 if p in found and d in found:
                     pairs.append(await exchange(own, found[p], found[d], threshold=threshold, timeout_s=timeout_s))
+        findings += _fixed_ids(pairs)
         for pair in pairs:
             findings += _of_pair(pair, found[pair.prefill], found[pair.decode])
     finally:
@@ -165,6 +166,17 @@ def _misfits(engines: Iterable[Engine]) -> list[Finding]:
             advice = "serve one model with one vLLM build and one block size"
             found.append(Finding(severity=Severity.UNSAFE, where=where, what=str(error), advice=advice))
     return found
+
+
+def _fixed_ids(pairs: Iterable[Exchange]) -> Iterable[Finding]:
+    """One for each decode engine."""
+    for url, engine_id in {pair.decode: pair.fixed_id for pair in pairs if pair.fixed_id is not None}.items():
+        yield Finding(
+            severity=Severity.WARNING,
+            where=url,
+            what=f"its engine_id is fixed ({engine_id!r}): what an earlier process held looks valid after a restart",
+            advice="leave engine_id out of --kv-transfer-config: vLLM then makes a new one at every start",
+        )
 
 
 _PAIR_ADVICE = {

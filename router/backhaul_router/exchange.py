@@ -23,6 +23,7 @@ from . import extension, wire
 from .engine_client import EngineCall, EngineClient, EngineFailure, FailureKind
 from .extension import Ask, LeaseOperation
 from .fleet import Engine
+from .processes import is_fixed
 
 _RELEASE_TIMEOUT_S = 5.0
 _PATH = str(wire.Endpoint.COMPLETIONS)
@@ -75,6 +76,8 @@ class Exchange:
     """Tokens that D read from P; `None` where D does not say."""
     ttl_s: float | None = None
     """For how long D keeps a handle; `None` where it does not say."""
+    fixed_id: str | None = None
+    """D's `engine_id`, where an operator has chosen it."""
     left_pinned: tuple[str, ...] = ()
     """What could not be released, and why: it ends with its TTL."""
     ms: float = 0.0
@@ -110,6 +113,8 @@ class _Left:
     account: extension.Account | None
     usage: wire.Usage | None
     generated: Sequence[int]
+    no_handle: str = ""
+    """What there was instead of a handle."""
 
 
 @dataclass
@@ -138,7 +143,9 @@ class _Exchange:
         first, second = (f"backhaul-{uuid.uuid4().hex}" for _ in range(2))
         left = await self._turn_one(first, second)
         if left.handle is None:
-            raise _Outcome(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned no handle")
+            raise _Outcome(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned {left.no_handle}")
+        if is_fixed(left.handle.engine_id):
+            self.found["fixed_id"] = left.handle.engine_id
         if left.handle.lease is not None:
             self.found["ttl_s"] = left.handle.lease.ttl_s
         return await self._turn_two(left.handle, [*self.ids, *left.generated, self.ids[0]], second)
@@ -160,7 +167,7 @@ class _Exchange:
         both = self.prefill.connector is not None and self.decode.connector is not None
         left = await self._ask_prefill(self.ids, first, None)
         if left.handle is None:
-            raise _Outcome(Verdict.NO_PREFILL_HANDLE, f"{self.prefill} returned no handle")
+            raise _Outcome(Verdict.NO_PREFILL_HANDLE, f"{self.prefill} returned {left.no_handle}")
         self.pinned.append((self.prefill, left.handle))
         answer = await self._ask_decode(left.handle, first if both else second, retain=not both)
         self.pinned.remove((self.prefill, left.handle))
@@ -229,7 +236,8 @@ class _Exchange:
         except msgspec.DecodeError as error:
             raise _Outcome(verdict, f"{engine} sent an answer that cannot be read: {error}") from None
         generated = (answer.choices[0].token_ids if answer.choices else None) or ()
-        return _Left(params.handle, params.account, answer.usage, generated)
+        no_handle = "" if params.handle else wire.no_handle(answer.kv_transfer_params)
+        return _Left(params.handle, params.account, answer.usage, generated, no_handle)
 
     @staticmethod
     def _body(engine: Engine, ids: Sequence[int], salt: str, max_tokens: int) -> dict[str, Any]:

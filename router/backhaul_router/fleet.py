@@ -23,6 +23,7 @@ from .engine_client import FailureKind
 from .errors import ConfigError, Leg
 from .extension import Account
 from .load import Gauges, Load
+from .processes import Processes
 from .report import ReuseReport, Route
 from .retention import Reserved, Retention
 from .wire import process_of
@@ -246,6 +247,8 @@ class Counters:
     """Streamed turns whose handle the engine kept to itself: D pins their blocks until the TTL."""
     proof_faults: int = 0
     """An engine ran other ids than those it was sent, or did not check a handle; nothing of such a turn is kept."""
+    prompts_computed_twice: int = 0
+    """A decode engine of ours computed a prompt that P had computed, because it could not read P's blocks."""
     prompts_differed: int = 0
     """A decode engine of ours computed a prompt by itself, because P's was another one."""
     failed_polls: int = 0
@@ -278,7 +281,11 @@ class Fleet:
         self._accounts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._baselines: dict[str, Baseline] = {}
         self._unaccounted: Counter[str] = Counter()
+        self._cannot_read: set[str] = set()
         self._breakers = Breakers()
+        self.processes = Processes()
+        for engine in self.decode:
+            self.processes.know(engine.url, engine.started_at)
         self._draining: frozenset[str] = frozenset()
         self._closed: frozenset[str] = frozenset()
         """About to be removed."""
@@ -310,6 +317,7 @@ class Fleet:
         self._breakers.forget(engine.url)
         if engine.role is Role.DECODE:
             self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
+            self.processes.know(engine.url, engine.started_at)
 
     def get(self, url: str | None) -> Engine | None:
         return self._by_url.get(url) if url else None
@@ -419,10 +427,18 @@ class Fleet:
         """A call on a leg failed; `None` is the engine's own. A refused connection is told of the whole engine."""
         if engine.url not in self._by_url:
             return
+        if kind is FailureKind.REFUSED:
+            self.processes.doubt(engine.url)
         legs = (Leg.RENDER, engine.role.leg) if kind is FailureKind.REFUSED else (leg or engine.role.leg,)
         opened = [at for at in legs if self._breakers.failed(Where(engine.url, at), kind, who, now)]
         if opened:
             log.warning("%s is shut out for now (%s: %s)", engine, ", ".join(opened), kind)
+
+    def note_other_model(self, engine: Engine, model: str, now: float) -> None:
+        """Something else was started at the engine's address. It counts as one where nobody listens, until a probe finds the
+        model there again."""
+        log.error("%s does not serve %s any more: was it started again with another model?", engine, model)
+        self.note_failure(engine, None, FailureKind.REFUSED, Who("", b""), now)
 
     def note_answer(self, engine: Engine, leg: Leg | None = None) -> None:
         """A real answer came on a leg."""
@@ -459,6 +475,7 @@ class Fleet:
             self.costs.forget(url)
             self._safe = {pair for pair in self._safe if url not in pair}
             self._unsafe = {pair: why for pair, why in self._unsafe.items() if url not in pair}
+        self.processes.forget(url)
         self._breakers.forget(url)
         self.retention.remove(url)
 
@@ -560,6 +577,19 @@ class Fleet:
     def busy(self, engine: Engine) -> int:
         """Calls in flight."""
         return self.load.in_flight[engine.url]
+
+    def note_computed_twice(self, decode: Engine) -> None:
+        """The engine read nothing of what P had computed for it. Told once of each engine."""
+        with self._lock:
+            self.counters.prompts_computed_twice += 1
+            first = decode.url not in self._cannot_read
+            self._cannot_read.add(decode.url)
+        if first:
+            log.warning(
+                "%s computed a prompt again instead of reading it from the prefill engine: it must reach the side channel there "
+                "(VLLM_NIXL_SIDE_CHANNEL_HOST and port). `backhaul doctor` tries each pair.",
+                decode,
+            )
 
     def count_prompt_differed(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ import logging
 
 from . import ranks
 from .engine_client import EngineCall, EngineClient, EngineFailure
-from .fleet import Engine, Fleet, Role
+from .fleet import Engine, Fleet, Role, start_of
 from .load import read_gauges
 
 log = logging.getLogger("backhaul")
@@ -64,6 +64,7 @@ class LoadPolling:
             self._silent.discard(engine.url)
             log.info("%s shows its load again", engine)
         self._fleet.note_gauges(engine, gauges, now, own)
+        self._fleet.processes.showed(engine.url, start_of(page))
 
     def _says_nothing(self, engine: Engine, why: str) -> None:
         """Said once for each engine, until it answers again."""

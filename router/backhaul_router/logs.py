@@ -79,6 +79,15 @@ class Running:
         return named
 
 
+_worker: dict[str, Any] = {}
+"""Which one this process is, where a router has several."""
+
+
+def name_worker(number: int) -> None:
+    """From now on every line of this process says which worker it is."""
+    _worker["worker"] = number
+
+
 _running: ContextVar[Running | None] = ContextVar("backhaul_running", default=None)
 
 
@@ -136,9 +145,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         line = super().formatMessage(record)
-        if hasattr(record, _ATTRIBUTE):
-            return line
-        names = _names()
+        names = _worker if hasattr(record, _ATTRIBUTE) else {**_worker, **_names()}
         return f"{line} [{_Pairs(names)}]" if names else line
 
 
@@ -152,6 +159,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage() if said is None else "turn",
+            **_worker,
             **(_names() if said is None else said),
         }
         if record.exc_info:

@@ -354,6 +354,9 @@ def _counted(fleet: Fleet) -> Iterator[Metric]:
     yield _total(
         "proof_faults", "Engines ran other ids than were sent, or checked nothing.", value=counters.proof_faults
     )
+    yield _total(
+        "prompts_computed_twice", "Prompts that D could not read from P.", value=counters.prompts_computed_twice
+    )
     yield _total("prompts_differed", "Prompts of P's and D's that differed.", value=counters.prompts_differed)
     yield _total("failed_polls", "Times that an engine did not show its load.", value=counters.failed_polls)
     yield _total("audit_alarms", "Differences that audits have found.", value=counters.audit_alarms)

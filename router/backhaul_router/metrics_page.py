@@ -10,6 +10,8 @@ from .report import ReuseReport
 from .router import Router
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from .metrics import RouterCollector, RouterMetrics
 
 log = logging.getLogger("backhaul")
@@ -46,11 +48,20 @@ class MetricsPage:
 
     def page(self, accept: str, *, on_loopback: bool) -> Page:
         """The answer to a GET."""
+        return self.refusal(on_loopback=on_loopback) or (200, *self._metrics.page(accept))
+
+    @property
+    def registry(self) -> CollectorRegistry | None:
+        """What the series are in; `None` without the extra."""
+        return None if self._missing else self._metrics.registry
+
+    def refusal(self, *, on_loopback: bool) -> Page | None:
+        """The answer to a GET that gets no metrics."""
         if not self.public and not on_loopback:
             return 403, b"/metrics answers to clients on the router's own machine only\n", "text/plain; charset=utf-8"
         if self._missing:
             return 501, f"{self._missing}\n".encode(), "text/plain; charset=utf-8"
-        return 200, *self._metrics.page(accept)
+        return None
 
     def start(self) -> None:
         """Begins to audit the engines now and then, on the running event loop."""

@@ -68,6 +68,15 @@ async def describe(client: EngineClient, url: str, role: Role, timeout_s: float 
     )
 
 
+async def process_began(client: EngineClient, url: str, timeout_s: float = 2.0) -> float | None:
+    """When the process that answers there began (`start_of`); `None` where that is not to be known."""
+    try:
+        answer = await client.call(EngineCall(url + "/metrics", timeout_s=timeout_s))
+    except EngineFailure:
+        return None
+    return start_of(answer.body.decode(errors="replace")) if answer.status == 200 else None
+
+
 def _check(url: str, answer: EngineAnswer) -> None:
     if answer.status in (401, 403):
         raise ConfigError(f"{url} answers {answer.status}: the engines want an API key (engine_api_key=)")

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .config import RouterConfig
@@ -71,7 +71,7 @@ class Reload:
                 raise
             self._apply(after)
             draining = [url for url in removed if await self._leave(url)]
-            live = self._live(after)
+            live = _live(before, after)
             changed = [one for one in SETTINGS if _value(before, one) != _value(after, one)]
             said = {
                 "changed": [_place(one) for one in changed if one.name in live],
@@ -81,6 +81,11 @@ class Reload:
             }
             log.info("the configuration was read again: %s", said)
             return said
+
+    @property
+    def leaving(self) -> Collection[str]:
+        """Engines that are taken out as soon as nothing is left to do there."""
+        return self._leaving.keys()
 
     async def aclose(self) -> None:
         """Gives up taking engines out."""
@@ -96,20 +101,7 @@ class Reload:
         app.admission.limits = after.limits
         app.tenants = after.tenants
         app.admin.set_key(after.admin_key)
-        # What needs a restart stays as it was, so that the next reload names it again.
-        kept = {one.name: _value(self._settings, one) for one in SETTINGS if one.name not in self._live(after)}
-        of_router = {name: value for name, value in kept.items() if hasattr(after.router, name)}
-        of_server = {name: value for name, value in kept.items() if hasattr(after.server, name)}
-        self._settings = dataclasses.replace(
-            after,
-            router=dataclasses.replace(after.router, **of_router),
-            server=dataclasses.replace(after.server, **of_server),
-        )
-
-    def _live(self, after: Settings) -> frozenset[str]:
-        """A server that speaks TLS can take another certificate, but neither begin with TLS nor end it."""
-        has_tls = self._tls is not None and after.server.tls_cert is not None
-        return LIVE | {"tls_cert", "tls_key"} if has_tls else LIVE
+        self._settings = in_force(self._settings, after)
 
     async def _add(self, role: Role, url: str) -> tuple[str, bool]:
         fleet = self._app.router.fleet
@@ -150,6 +142,25 @@ class Reload:
             log.error("%s stays: %s", url, error)  # noqa: TRY400
         else:
             log.info("%s was taken out", url)
+
+
+def in_force(before: Settings, after: Settings) -> Settings:
+    """What a server that began with `before` follows once `after` was read. What needs a restart stays as it was, so that the
+    next reload names it again."""
+    kept = {one.name: _value(before, one) for one in SETTINGS if one.name not in _live(before, after)}
+    of_router = {name: value for name, value in kept.items() if hasattr(after.router, name)}
+    of_server = {name: value for name, value in kept.items() if hasattr(after.server, name)}
+    return dataclasses.replace(
+        after,
+        router=dataclasses.replace(after.router, **of_router),
+        server=dataclasses.replace(after.server, **of_server),
+    )
+
+
+def _live(before: Settings, after: Settings) -> frozenset[str]:
+    """A server that speaks TLS can take another certificate, but neither begin with TLS nor end it."""
+    has_tls = before.server.tls_cert is not None and after.server.tls_cert is not None
+    return LIVE | {"tls_cert", "tls_key"} if has_tls else LIVE
 
 
 def _new(before: Settings, after: Settings) -> Mapping[str, Role]:

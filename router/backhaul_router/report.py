@@ -66,7 +66,7 @@ class Reason(enum.StrEnum):
     ENGINE_CHANGED = "engine_changed"
     """The decode engine that made the handle has restarted since, or is no longer configured."""
     READ_FAILED = "read_failed"
-    """The prefill engine could not read the blocks; the turn was run again without the handle."""
+    """The prefill engine could not read the blocks, and the turn was run again without the handle; or it did not read them."""
     DECODE_FAILED = "decode_failed"
     """The decode engine failed before its first byte; the turn was run again on another, without the handle."""
     NO_PROOF = "no_proof"

@@ -31,13 +31,13 @@ class Total:
     saved_ms: float | None = None
     routes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    _known_prompt: int = 0
-    _known_cached: int = 0
+    known_prompt: int = 0
+    known_cached: int = 0
 
     @property
     def hit_rate(self) -> float | None:
         """`reused / prompt` over the turns that know both; `None` when none does."""
-        return self._known_cached / self._known_prompt if self._known_prompt else None
+        return self.known_cached / self.known_prompt if self.known_prompt else None
 
     def add(self, report: ReuseReport) -> None:
         self.turns += 1
@@ -53,8 +53,8 @@ class Total:
         if report.saved_ms is not None:
             self.saved_ms = (self.saved_ms or 0.0) + report.saved_ms
         if report.prompt and report.cached is not None:
-            self._known_prompt += report.prompt
-            self._known_cached += report.cached
+            self.known_prompt += report.prompt
+            self.known_cached += report.cached
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types."""

@@ -50,7 +50,7 @@ from .ledger_protocol import Dropped, Ledger, arrived, open_ledger
 from .load_polling import LoadPolling
 from .pairs import PairChecks
 from .pauses import Paused, pause
-from .probe import Unreachable, describe
+from .probe import Unreachable, describe, process_began
 from .probing import Prober
 from .report import Reason, ReuseReport, Route
 from .retention import Cause, Retention
@@ -237,6 +237,7 @@ class Router:
                 )
         if self._fleet is None:
             self._fleet = Fleet(found, self._seed, self._retention)
+            self._fleet.processes.shared = self._ledger.shared
             self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
@@ -578,6 +579,25 @@ class Router:
             self._leases.closed = True
         await self.ledger.aclose()
         await self.client.aclose()
+
+    async def check(self, prefill: Engine, decode: str) -> None:
+        """Finds out what stands in doubt before P reads from D: whether it can, and whether D is the process that made what is
+        on file."""
+        if self.fleet.processes.in_doubt(decode):
+            await self._ask_which_process(decode)
+        if self.pairs.wanted(prefill.url, decode):
+            await self.pairs.check(prefill, decode)
+
+    async def _ask_which_process(self, decode: str) -> None:
+        """Drops what is on file where D is not known to have made it."""
+        processes = self.fleet.processes
+        began = await process_began(self.client, decode)
+        if not processes.is_another(decode, began):
+            processes.confirmed(decode)
+            return
+        if (engine_id := self.fleet.engine_id(decode)) is not None:
+            await self._forget_process_later(decode, self.ledger.drop_engine(decode, engine_id))
+        processes.replaced(decode, began)
 
     def look_after_engines(self) -> None:
         """Has engines probed that are shut out."""

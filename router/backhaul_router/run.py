@@ -171,7 +171,7 @@ class Run:
                 router.retention.took(taken)
                 return Took(taken)
             case Check(prefill, decode):
-                await self._router.pairs.check(prefill, decode)
+                await self._router.check(prefill, decode)
                 return Checked()
             case Call(leg, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s)

@@ -21,6 +21,10 @@ _HELP: Mapping[str, tuple[str, str]] = {
         "SECONDS",
         "how long it goes on before that, with /ready at 503, so that nothing new is sent to it",
     ),
+    "workers": (
+        "N",
+        "processes that serve the address together, with --redis-url: as many as there are processors for them",
+    ),
     "tls_cert": ("FILE", "serve https with this certificate and those that lead to its authority, PEM"),
     "tls_key": ("FILE", "the certificate's private key (default: in the certificate's file)"),
     "log_format": ("", "what its log looks like"),

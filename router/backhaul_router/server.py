@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -22,6 +23,7 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from . import team_admin
 from .admission import Limits
 from .asgi import App, is_loopback, make_app
 from .config import RouterConfig
@@ -30,6 +32,8 @@ from .http_limits import LimitedHttp
 from .otlp import tracing_from
 from .reload import Reload
 from .settings import ServerSettings, Settings
+from .team import Team
+from .team_app import Colleagues
 from .tenants import KEYS_VARIABLE, NO_TENANTS, Tenants
 from .tls import server_context
 
@@ -46,13 +50,28 @@ _CLEANUP_S = 5.0
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class WorkersFailed(Exception):
+    """The workers do not stay up, or did not end as they should have."""
+
+
 def serve(settings: Settings, load: Callable[[], Settings] | None = None) -> None:
     """Runs a router until SIGINT or SIGTERM, and prints where. Port 0 takes a free one. `load` reads the settings again.
 
-    Raises `ConfigError`: the address cannot be used, or the engines cannot."""
+    Raises `ConfigError`: the address cannot be used, or the engines cannot; with several workers `WorkersFailed` too."""
     with listen(settings.server.host, settings.server.port) as listener:
         started = functools.partial(_say_how_to_reach, asks_for_key=bool(settings.tenants))
-        serve_settings(listener, settings, load, started=started)
+        if settings.server.workers == 1:
+            serve_settings(listener, settings, load, started=started)
+            return
+        if not hasattr(os, "fork"):
+            raise ConfigError(
+                f"workers={settings.server.workers}: this system cannot fork; run several routers instead"
+            )
+        from . import workers  # which imports this module
+
+        if not settings.tenants:
+            _warn_where_anybody_may_ask(listener)
+        workers.serve(listener, settings, load, started)
 
 
 def _say_how_to_reach(url: str, *, asks_for_key: bool) -> None:
@@ -82,16 +101,17 @@ def serve_settings(
     *,
     started: Callable[[str], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
+    team: Team | None = None,
 ) -> None:
     """As `serve`, on a socket that `listen` returned. `started` gets the base URL once requests are answered. `check` is called
-    all along; what it raises ends the server at once."""
+    all along; what it raises ends the server at once. `team`: that of which it is a worker."""
     of_server = settings.server
     tls = None if of_server.tls_cert is None else server_context(of_server.tls_cert, of_server.tls_key)
-    if not settings.tenants:
+    if not settings.tenants and team is None:
         _warn_where_anybody_may_ask(listener)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         app = make_app(
-            settings.router,
+            settings.router if team is None else team_admin.with_members(settings.router, team.members),
             settings.tenants,
             metrics_public=of_server.metrics_public,
             limits=settings.limits,
@@ -101,7 +121,10 @@ def serve_settings(
         app.admin.set_key(settings.admin_key)
         if load is not None:
             app.admin.reload = Reload(app, settings, load, tls)
-        runner.run(_serve(app, listener, of_server, tls, started, check))
+        if team is not None:
+            app.team = Colleagues(team, app)
+            app.record = app.team.record
+        runner.run(_serve(app, listener, of_server, tls, started, check, team))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -123,6 +146,17 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise _unusable(host, port, error) from None
     return listener
+
+
+def start_listening(listener: socket.socket) -> None:
+    """Has a socket that `listen` returned take connections, without waiting for them. Raises `ConfigError`: another process
+    began to listen on the address meanwhile."""
+    host, port = listener.getsockname()[:2]
+    listener.setblocking(False)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise _unusable(host, port, error) from None
 
 
 def base_url(listener: socket.socket, scheme: str = "http") -> str:
@@ -159,8 +193,17 @@ def _unusable(host: str, port: int, error: OSError) -> ConfigError:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, app: App, delay_s: float, started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: App,
+        delay_s: float,
+        started: Callable[[], None],
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        """`leave`, of a worker, is called at a signal instead of ending: the parent tells when."""
         super().__init__(config)
+        self._leave = leave
         self._app = app
         self._delay_s = delay_s
         self._say_started = started
@@ -171,30 +214,53 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         loop = asyncio.get_running_loop()
+        if self._leave is not None:
+            loop.call_soon_threadsafe(self._leave)
+            return
         if self._app.stopping:
             loop.call_soon_threadsafe(self.end_now)
         elif self._delay_s:
-            loop.call_soon_threadsafe(loop.call_later, self._delay_s, self._end)
+            loop.call_soon_threadsafe(loop.call_later, self._delay_s, self.end)
         else:
             self.should_exit = True
         self._app.stopping = True
 
-    def _end(self) -> None:
+    def end_soon(self) -> None:
+        """Goes on, and says that it is not ready."""
+        self._app.stopping = True
+
+    def end(self) -> None:
+        """Ends when requests have."""
         self.should_exit = True
 
     def end_now(self) -> None:
         """Ends without waiting for requests."""
+        self._app.stopping = True
         self.should_exit = self.force_exit = True
         for task in self.server_state.tasks:
             task.cancel()
 
+    async def accept(self, connection: socket.socket) -> None:
+        """Serves a connection that another process has accepted."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return LimitedHttp(
+                config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )
+
+        with contextlib.suppress(OSError):  # the client is gone, or does not speak TLS
+            await loop.connect_accepted_socket(protocol, connection, ssl=self.config.ssl)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0."""
+        """As uvicorn's, but a signal is not raised again in the end: there is more to do, and the exit status is 0. Ctrl-C is for
+        the parent, which a terminal tells too."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGTERM,) if self._leave else (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield
         finally:
@@ -209,6 +275,7 @@ async def _serve(
     tls: ssl.SSLContext | None,
     started: Callable[[str], None],
     check: Callable[[], None],
+    team: Team | None = None,
 ) -> None:
     config = uvicorn.Config(
         app,
@@ -227,12 +294,21 @@ async def _serve(
     config.load()
     config.ssl = tls
     url = base_url(listener, "http" if tls is None else "https")
+    if team is not None:
+        listener.close()  # the parent has it too, and hands connections over
     try:
+        if team is not None:
+            await team.join()
         await app.connect()
-        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url))
+        leave = None if team is None else team.leave
+        server = _Server(config, app, settings.shutdown_delay_s, lambda: started(url), leave)
+        if team is not None:
+            team_admin.drain(app.router, team.members)
+            team.connected()
+            team.serve_with(server)
         watch = asyncio.create_task(_watch(check, server))
         try:
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=[listener] if team is None else [])
         except OSError as error:  # another process began to listen on the address meanwhile
             host, port = listener.getsockname()[:2]
             raise _unusable(host, port, error) from None
@@ -243,6 +319,8 @@ async def _serve(
             raise failure
     finally:
         await app.aclose()
+        if team is not None:
+            await team.aclose()
 
 
 async def _watch(check: Callable[[], None], server: _Server) -> None:

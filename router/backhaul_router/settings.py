@@ -33,6 +33,7 @@ ENGINE_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
 REDIS_URL_VARIABLE = "BACKHAUL_REDIS_URL"
 """Counts where neither the file nor an option has it."""
 ADMIN_KEY_VARIABLE = "BACKHAUL_ADMIN_KEY"
+MAX_WORKERS = 256
 MIN_ADMIN_KEY_LENGTH = 16
 """Nothing slows down somebody who guesses."""
 
@@ -47,6 +48,8 @@ class ServerSettings:
     """How long requests may take to finish at the end."""
     shutdown_delay_s: float = 0.0
     """How long the router goes on as before once it was told to stop, but for `/ready`."""
+    workers: int = 1
+    """Processes that serve one address. Several share what they know of conversations on `redis_url`."""
     tls_cert: str | None = None
     tls_key: str | None = None
     """`None`: the key is in the certificate's file."""
@@ -63,6 +66,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port {self.port}: from 0 to {2**16 - 1}")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ConfigError(f"workers={self.workers}: from 1 to {MAX_WORKERS}")
         for name in ("grace_s", "shutdown_delay_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)}: a number of seconds, 0 or more")
@@ -205,6 +210,12 @@ class _Reading:
         key = self._values.get("admin_key")
         if key is not None and (len(key) < MIN_ADMIN_KEY_LENGTH or not all("!" <= char <= "~" for char in key)):
             self._problem(f"admin_key: at least {MIN_ADMIN_KEY_LENGTH} characters of ASCII, and no spaces")
+        if server is not None and server.workers > 1 and self._values.get("redis_url") is None:
+            place = self._place("workers") if "workers" in self._in_file else "workers"
+            self._problem(
+                f"{place}: {server.workers} workers share conversations on a Redis or Valkey server: name one with redis_url "
+                f"(--redis-url redis://HOST:6379/0, or {REDIS_URL_VARIABLE}), or leave workers at 1"
+            )
         if self._problems or router is None or server is None or limits is None or tenants is None:
             raise ConfigError("\n".join(self._problems))
         return Settings(router=router, server=server, limits=limits, tenants=tenants, admin_key=key)

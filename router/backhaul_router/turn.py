@@ -78,6 +78,9 @@ _MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
 
 _ENDS_OTHERWISE = frozenset({"continue_final_message", "add_generation_prompt"})
 """With these a prompt does not end where an answer begins."""
+_HANDOFF_S = 10.0
+"""For so long after P's answer another D may be given P's blocks. P frees them after 30 s (`kv_lease_duration`) unless a D sends
+heartbeats for them, and a D that comes later reads what others have put there, status 200."""
 _VLLM_TTL_S = 480.0
 """vLLM's own `decoder_kv_blocks_ttl`."""
 _RIDING = 256
@@ -139,6 +142,8 @@ class Turn:
     """The engine that prefilled has given an account, which goes before its `usage`."""
     void: Reason | None = None
     """Why nobody can use the shared handle any more."""
+    restarts: int = 0
+    """Of the decode engine that holds what was taken, as they were known when it was taken."""
     checked: frozenset[tuple[str, str]] = frozenset()
     """Pairs of P and D that this turn had checked."""
     token_ids: tuple[int, ...] | None = None
@@ -206,6 +211,8 @@ class Turn:
 
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
+        if taken.held is not None:
+            self.restarts = self.fleet.processes.restarts(taken.held.decode)
         messages = self.facts.messages
         self.prompt = Prompt(max(sum(map(len, messages)) - len(messages) * _MESSAGE_KEYS_BYTES, len(messages)))
         if self.facts.multiple:
@@ -298,6 +305,8 @@ class Turn:
         """Decides where the turn runs, and goes there. `picks` are the engines that were just picked for what was taken."""
         if self.spare is not None and self.fleet.is_down(self.spare.decode):
             self.failure = self.failure or Reason.DECODE_FAILED
+        if self.spare is not None and self.restarts != self.fleet.processes.restarts(self.spare.decode):
+            self.void = self.failure = Reason.ENGINE_CHANGED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
         taken = self.taken
         if taken.held is not None and not readable:
@@ -325,7 +334,8 @@ class Turn:
         offered = placement.blocks * self.prompt.block_size
         if placement.route is Route.WARM and self.spare is not None:
             pair = (placement.prefill.url, self.spare.decode)
-            if self.config.check_pairs and pair not in self.checked and not self.fleet.is_checked(*pair):
+            unknown = self.config.check_pairs and not self.fleet.is_checked(*pair)
+            if pair not in self.checked and (unknown or self._may_have_restarted(placement, self.spare)):
                 self.checked |= {pair}
                 return Checking(self, placement, placement.prefill, self.spare.decode), ()
             if placement.proof is Proof.CONNECTOR:
@@ -333,6 +343,11 @@ class Turn:
         self.draft["offered"] = offered
         self._goes(placement, now)
         return Prefilling(self, placement, placement.prefill, now), ()
+
+    def _may_have_restarted(self, placement: Placement, held: Held) -> bool:
+        """Whether D is to be asked which process it is. One of ours fences its leases against an earlier process's by itself."""
+        by_connector = placement.proof is Proof.CONNECTOR
+        return not by_connector and self.fleet.processes.in_doubt(held.decode, held.handle.engine_id)
 
     def _goes(self, placement: Placement, now: float) -> None:
         """The placement is final: it is part of the engines' load, and of the report."""
@@ -483,6 +498,13 @@ class Turn:
         via = self.fleet.pick(Role.PREFILL)
         return (Release(handle.params, via),) if via is not None else ()
 
+    def is_misplaced(self, engine: Engine, body: bytes, now: float) -> bool:
+        """Whether an engine's 404 is about a model that it served when it was asked what it is."""
+        misplaced = self.facts.model in engine.models and wire.disowns_model(body)
+        if misplaced:
+            self.fleet.note_other_model(engine, self.facts.model, now)
+        return misplaced
+
     def another(self, failed: Engine, kind: FailureKind) -> Engine | None:
         """The engine to try after one that failed: where nobody read it, or, once, after an error, a broken connection or a
         prefill that took too long."""
@@ -526,7 +548,10 @@ class Turn:
         held = self._held(handle, decode, generated, now)
         missing = None
         keeps = self._leaves_something
-        if held is not None and self._unwanted(held, now):
+        if held is not None and self._is_never_sure(held):
+            actions += self.release(handle, decode)
+            held, missing = None, Reason.ENGINE_CHANGED
+        elif held is not None and self._unwanted(held, now):
             actions += self.release(handle, decode)
             held, missing, keeps = None, Reason.EXPIRED, False
         elif held is None:
@@ -561,6 +586,9 @@ class Turn:
         if self.said is None or self.token_ids is None or not generated:
             return None
         return Kept.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
+
+    def _is_never_sure(self, held: Held) -> bool:
+        return not held.leased and self.fleet.processes.is_never_sure(held.decode, held.handle.engine_id)
 
     def _unwanted(self, held: Held, now: float) -> bool:
         """Whether nothing will come that could read the handle in its time."""
@@ -639,8 +667,8 @@ class Turn:
         self.draft["cached"] = usage.cached
         self.draft["computed"] = None if usage.cached is None else usage.prompt_tokens - usage.cached
 
-    def count_account(self, engine: Engine, account: Account | None) -> None:
-        """What an engine of ours says it did with its leg; it goes before what was planned."""
+    def count_account(self, engine: Engine, account: Account | None, given: wire.Handle | None = None) -> None:
+        """What an engine of ours says it did with its leg; it goes before what was planned. D was `given` P's handle."""
         if account is None:
             return
         is_prefill = engine.role is Role.PREFILL
@@ -659,6 +687,8 @@ class Turn:
             self.draft["decode_cached"] = account.local
             if account.why == "prompt_differs":
                 self.fleet.count_prompt_differed()
+            elif given is not None and account.received == 0 and (account.computed or 0) >= (engine.block_size or 1):
+                self.fleet.note_computed_twice(engine)
         if account.prompt is not None and (is_prefill or not self.accounted):
             cached = (account.local or 0) + (account.pulled or 0)
             self.draft |= {"prompt": account.prompt, "cached": cached, "computed": account.prompt - cached}
@@ -927,6 +957,8 @@ class Prefilling(msgspec.Struct, frozen=True):
         match event:
             case Answered(200, _, body):
                 return self._answered(body, now)
+            case Answered(404, _, body) if turn.is_misplaced(self.engine, body, now):
+                return self._failed(FailureKind.REFUSED, f"{self.engine}: {wire.error_message(body)}", now)
             case Answered(400 | 404 | 413 | 422):
                 # Rejected before admission, so the handle was not read. What the client gets is D's word on its own body.
                 return turn.leave_to_decode(Reason.NO_PROOF, now)
@@ -953,8 +985,8 @@ class Prefilling(msgspec.Struct, frozen=True):
         handle = params.handle
         if handle is None:
             message = (
-                f"{self.engine} returned no {wire.HANDLE}: start it with the NIXL connector as kv_producer "
-                "(`backhaul up --dry-run` prints the flags)"
+                f"{self.engine} returned {wire.no_handle_in(body)}: start it with the NIXL connector "
+                "(NixlConnector, which pulls) as kv_producer (`backhaul up --dry-run` prints the flags)"
             )
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now, turn.release_held(sent))
         elapsed_ms = (now - self.since) * 1e3
@@ -985,14 +1017,27 @@ class Prefilling(msgspec.Struct, frozen=True):
 
     def _as_it_ran(self, account: Account | None) -> Placement:
         """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
-        if not self.warm or account is None or account.pulled or account.why in (None, "local_hit"):
+        if not self.warm:
+            return self.placement
+        if account is None:
+            return self.placement if self._may_have_read() else self._cold(Reason.READ_FAILED)
+        if account.pulled or account.why in (None, "local_hit"):
             return self.placement
         if account.why == "below_threshold" and account.verified and account.local:
             return self.placement  # its own cache had all but a few tokens
         reason = reason_of(account.why)
         if reason in VOID:
             self.turn.void = reason
+        return self._cold(reason)
+
+    def _cold(self, reason: Reason) -> Placement:
         return msgspec.structs.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
+
+    def _may_have_read(self) -> bool:
+        """By the sum of what a stock P found in its own cache and read. What it does not read is little, or it read nothing."""
+        cached: int | None = self.turn.draft.get("cached")
+        little = max(self.turn.config.kv_recompute_threshold, self.turn.prompt.block_size)
+        return cached is None or cached + little >= self.turn.draft["offered"]
 
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
         """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
@@ -1028,10 +1073,7 @@ class Prefilling(msgspec.Struct, frozen=True):
             turn.draft["offered"] = 0
             if kind is not FailureKind.BROKEN:
                 turn.retry()
-                cold = msgspec.structs.replace(
-                    self.placement, route=Route.COLD, proof=None, blocks=0, reason=Reason.READ_FAILED
-                )
-                return Prefilling(turn, cold, self.engine, now), rest
+                return Prefilling(turn, self._cold(Reason.READ_FAILED), self.engine, now), rest
         if (other := turn.another(self.engine, kind)) is not None:
             turn.failed_on |= {self.engine.url}
             turn.retry()
@@ -1086,7 +1128,7 @@ class Decoding(msgspec.Struct, frozen=True):
                 stream = stream_filter(
                     turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
-                    account=lambda account: turn.count_account(placement.decode, account),
+                    account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
                     listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
@@ -1111,7 +1153,7 @@ class Decoding(msgspec.Struct, frozen=True):
         turn.retry()
         if self.as_it_is:
             return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
-        if kind is FailureKind.REFUSED and self.prefilled is not None:
+        if kind is FailureKind.REFUSED and self.prefilled is not None and now - turn.decode_began < _HANDOFF_S:
             return turn.decoding(msgspec.structs.replace(placement, decode=other), self.prefilled), self.not_admitted()
         turn.failure = Reason.DECODE_FAILED
         state, actions = turn.placed(now)
@@ -1163,7 +1205,7 @@ class Collecting(msgspec.Struct, frozen=True):
         turn.first_byte = now
         try:
             answer = wire.read_answer(turn.facts.endpoint, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
-            turn.count_account(placement.decode, answer.params.account)
+            turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
             turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
@@ -1179,7 +1221,8 @@ class Collecting(msgspec.Struct, frozen=True):
 
     def _error(self, body: bytes, now: float) -> Step:
         before = self.before
-        if self.status in (429, 503) or self.status < 500:
+        misplaced = self.status == 404 and before.turn.is_misplaced(before.placement.decode, body, now)
+        if self.status in (429, 503) or (self.status < 500 and not misplaced):
             return before.turn.pass_on(before.placement, self.status, self.headers, body, now, before.release())
         message = f"{before.placement.decode} answered {self.status}: {wire.error_message(body)}"
         return before.failed(FailureKind.ERROR, message, now)

@@ -497,6 +497,25 @@ def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...]
     return params.handle, params.token_ids
 
 
+def no_handle(raw: Raw | bytes | None) -> str:
+    """What `kv_transfer_params` are in which `read_params` finds no handle. Says nothing that a client must not see."""
+    if raw is None or bytes(raw) == b"null":
+        return f"no {HANDLE}"
+    members = decode_members(raw)
+    if not members:
+        return f"no {HANDLE}"
+    if not members.keys() >= _REQUIRED_KEYS:
+        return f"{HANDLE} of another connector than NIXL's"
+    if _decode_params(join(members)).transfer_mode != "pull":
+        return f"{HANDLE} for another transfer mode than pull"
+    return f"{HANDLE} that hold no blocks"
+
+
+def no_handle_in(body: bytes) -> str:
+    """The same of an engine's whole answer."""
+    return no_handle(split(body).get(HANDLE))
+
+
 def whole_handle(handle: Handle) -> Members:
     """The handle for a P of ours, which finds out by itself what of it to claim. Any other P, such as one that was restarted
     without our connector, finds no token in it to read: it could not tell whether they are this prompt's."""
@@ -594,6 +613,15 @@ def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     if b'"' not in bytes(usage) or _NAMES_US in bytes(usage):
         return encode({**decode_members(usage), EXTENSION: note})
     return put_last(bytes(usage), EXTENSION, encode(note))
+
+
+def disowns_model(body: bytes) -> bool:
+    """Whether an engine's 404 says that it does not serve the model, and not that it lacks something else."""
+    try:
+        error = decode_any(body)["error"]
+        return error.get("param") == "model" or "The model `" in error["message"]
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def quotes_handle(body: bytes) -> bool:

@@ -93,6 +93,7 @@ async def metrics_name_what_a_router_reads(engines: Engines) -> None:
         page = (await engines.get(f"{url}/metrics")).text
         missing = [name for name in METRICS if f"\n{name}{{" not in page]
         assert not missing, f"{url} lacks {missing}"
+        assert "\nprocess_start_time_seconds " in page, f"{url} does not say when it began"
     assert await engines.block_size() >= 1
 
 

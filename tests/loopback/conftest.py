@@ -31,6 +31,7 @@ WHOLE_PROGRAMS = (
     "test_sdk_passes_through",
     "test_sdk_remote",
     "test_server",
+    "test_workers",
 )
 
 

@@ -41,7 +41,11 @@ def config(**fields: Any) -> RouterConfig:
     return RouterConfig(**{"prefill": (P1,), "decode": (D1,), **fields})
 
 
-def params(request_id: str = "r", *, tokens: int = 128, engine_id: str = "d-1", **fields: Any) -> dict[str, Any]:
+ENGINE_ID = "3f0c9c1e-6d57-4f6b-9a55-0c5a4a9d2b11"
+"""As vLLM makes one at every start."""
+
+
+def params(request_id: str = "r", *, tokens: int = 128, engine_id: str = ENGINE_ID, **fields: Any) -> dict[str, Any]:
     """An engine's `kv_transfer_params`, as vLLM 0.32 writes them."""
     return {
         "do_remote_prefill": False,

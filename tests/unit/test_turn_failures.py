@@ -221,6 +221,16 @@ def test_a_decode_engine_that_is_down_leaves_the_blocks_to_another() -> None:
     assert (drive.report.retries, drive.released) == (1, [])
 
 
+def test_blocks_that_prefill_may_have_freed_by_then_are_left_to_nobody() -> None:
+    drive = prefilled_drive(P1, D1, D2)
+    drive.now += 30.0  # nobody answered the connection
+    drive.feed(Failed(REFUSED, "no answer"))
+    assert drive.asked(Leg.PREFILL)
+    assert drive.released == [("p-1", D1)]
+    drive.feed(prefilled("p-2"))
+    assert drive.body["kv_transfer_params"]["remote_request_id"] == "p-2"
+
+
 ERRORS: dict[str, list[Event]] = {
     "a status": [Opened(500, JSON), Chunk(b"{}"), Ended()],
     "an error event": [STREAM, sse({"error": {"message": "no memory"}})],

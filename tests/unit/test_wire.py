@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from backhaul_router import wire
 from backhaul_router.wire import Endpoint, MalformedBody, read_request
-from core_values import BLOCK, encoded, facts, handle, params
+from core_values import BLOCK, ENGINE_ID, encoded, facts, handle, params
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -483,7 +483,7 @@ def test_a_release_names_no_model_and_asks_for_a_read() -> None:
 
 def test_a_handle_says_where_and_how_much() -> None:
     found = handle("req-1", tokens=40, remote_prefill_cached_tokens=16)
-    assert (found.engine_id, found.request_id, found.tokens) == ("d-1", "req-1", 40)
+    assert (found.engine_id, found.request_id, found.tokens) == (ENGINE_ID, "req-1", 40)
     assert (found.blocks, found.groups, found.cached) == (3, 1, 16)
 
 

@@ -23,6 +23,8 @@ class EngineConfig:
     port: int = 0
     """0 takes a free port, and keeps it over restarts."""
     side_channel_port: int = 0
+    engine_id: str | None = None
+    """A fixed one, which outlives restarts; `None` makes a new one at every start, as vLLM does."""
     block_size: int = 16
     num_blocks: int = 16_384
     """As vLLM's `num_gpu_blocks`, the null block included."""

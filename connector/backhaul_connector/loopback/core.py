@@ -33,7 +33,7 @@ class EngineCore:
         self.config = config
         self.clock = clock
         self.faults = faults
-        self.engine_id = str(uuid.uuid4())
+        self.engine_id = config.engine_id or str(uuid.uuid4())
         self.pool = BlockPool(config.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
         self.leases = LeaseTable()
         self.metrics = Metrics()

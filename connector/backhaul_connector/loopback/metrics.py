@@ -5,6 +5,7 @@ Names and labels are those of `v1/metrics/loggers.py` and of the NIXL connector'
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Metrics:
     time_to_first_token_sum: float = 0.0
     time_to_first_token_count: int = 0
     request_success: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.time)
+    """Seconds since 1970, whatever the engine's clock."""
 
     def exposition(
         self,
@@ -53,6 +56,7 @@ class Metrics:
         plugin: bool,
     ) -> str:
         page = Page(model)
+        page.raw(f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began!r}\n")
         page.gauge("num_requests_running", self.num_requests_running)
         page.gauge("num_requests_waiting", self.num_requests_waiting)
         reasons = {

@@ -166,7 +166,7 @@ class Conversations:
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
                 "remote_block_ids": [list(range(first, first + blocks))],
-                "remote_engine_id": "9f0c2b0e-6a52-4e0e-8a3f-decode0",
+                "remote_engine_id": "9f0c2b0e-6a52-4e0e-8a3f-dec0de000000",
                 "remote_request_id": request_id,
                 "remote_host": "10.0.0.7",
                 "remote_port": 5600,
