@@ -12,13 +12,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-import msgspec
-
 SIZE = 16
 """Bytes of one digest."""
 
 SPAN = 32
-"""Blocks of one span."""
+"""Blocks of one span. Its digest takes no room of its own: it is where its last block's would be."""
 
 _BEFORE_ALL = bytes(SIZE)
 _PACKED = 4
@@ -34,12 +32,35 @@ def chain(parts: Iterable[bytes], start: bytes = b"") -> bytes:
     return b"".join(digests)
 
 
-def block_chain(token_ids: Sequence[int], block_size: int, start: bytes = b"") -> bytes:
+def block_chain(token_ids: Sequence[int], block_size: int, known: bytes = b"") -> bytes:
     """One digest per whole block of `block_size` tokens; a remainder is left out.
 
-    `start` is the chain of the blocks before `token_ids`. Raises `OverflowError` for ids that are negative or beyond 32 bits.
+    The last block of a span has the digest of the whole span, chained to that of the span before, in place of its own: a span
+    is digested in a fifth of the time that its blocks take, and `known`, the chain of any other sequence in blocks of the same
+    size, is looked through by spans. What the two have in common, in whole spans, is taken from there. Raises
+    `OverflowError` for ids that are negative or beyond 32 bits.
     """
-    return _packed_chain(_pack(token_ids), block_size, start)
+    data, step = _pack(token_ids), block_size * _PACKED
+    if not known:
+        return _blocks(data, step)
+    spans = chain(_parts(data, step * SPAN))
+    low, high = 0, min(count(spans), count(known) // SPAN)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if spans[(middle - 1) * SIZE : middle * SIZE] == known[(middle * SPAN - 1) * SIZE : middle * SPAN * SIZE]:
+            low = middle
+        else:
+            high = middle - 1
+    start = known[: low * SPAN * SIZE]
+    return start + _blocks(data[low * SPAN * step :], step, start, spans[low * SIZE :])
+
+
+def extended(before: bytes, token_ids: Sequence[int], more: Sequence[int], block_size: int) -> bytes:
+    """The block chain of `token_ids` and `more` behind them, where `before` is that of `token_ids`."""
+    whole = count(before) // SPAN * SPAN
+    start = before[: whole * SIZE]
+    data = _pack((*token_ids[whole * block_size :], *more))
+    return start + _blocks(data, block_size * _PACKED, start, done=before[whole * SIZE :])
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
@@ -49,42 +70,32 @@ def _pack(token_ids: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def _packed_chain(data: bytes, block_size: int, start: bytes) -> bytes:
-    step = block_size * _PACKED
-    whole = len(data) // step * step
-    return chain([data[i : i + step] for i in range(0, whole, step)], start)
+def _parts(data: bytes, step: int) -> list[bytes]:
+    return [data[i : i + step] for i in range(0, len(data) // step * step, step)]
 
 
-class Chains(msgspec.Struct, frozen=True):
-    """The block chain of a sequence, and one over spans of `SPAN` blocks beside it: a fifth of the work, with which the
-    blocks of a known prefix need not be hashed again."""
-
-    blocks: bytes = b""
-    spans: bytes = b""
-
-
-_NOTHING_KNOWN = Chains()
-
-
-def chains(token_ids: Sequence[int], block_size: int, known: Chains = _NOTHING_KNOWN) -> Chains:
-    """Both chains of `token_ids`. `known` are those of any other sequence in blocks of the same size: what the two have in
-    common, in whole spans, is taken from there. Raises `OverflowError` as `block_chain` does."""
-    data = _pack(token_ids)
-    spans = _packed_chain(data, block_size * SPAN, b"")
-    same = common(spans, known.spans) * SPAN
-    start = known.blocks[: same * SIZE]
-    return Chains(start + _packed_chain(data[same * block_size * _PACKED :], block_size, start), spans)
-
-
-def extended(before: Chains, token_ids: Sequence[int], more: Sequence[int], block_size: int) -> Chains:
-    """The chains of `token_ids` and `more` behind them, where `before` are those of `token_ids`."""
-    whole = count(before.spans) * SPAN
-    data = _pack((*token_ids[whole * block_size :], *more))
-    rest = data[(count(before.blocks) - whole) * block_size * _PACKED :]
-    return Chains(
-        before.blocks + _packed_chain(rest, block_size, before.blocks),
-        before.spans + _packed_chain(data, block_size * SPAN, before.spans),
-    )
+def _blocks(data: bytes, step: int, start: bytes = b"", spans: bytes = b"", done: bytes = b"") -> bytes:
+    """The digests of what follows the whole spans of `start`. `spans` are those of its first spans, and `done` those of its
+    first blocks, less than a span, where they are known."""
+    found = [done]
+    last = before = start[-SIZE:] or _BEFORE_ALL
+    parts = _parts(data, step)
+    first = count(done)
+    for at in range(0, len(parts), SPAN):
+        blocks = parts[at : at + SPAN]
+        is_whole = len(blocks) == SPAN
+        if first:
+            last = done[-SIZE:]
+        for block in blocks[first : SPAN - 1]:
+            last = blake2b(last + block, digest_size=SIZE).digest()
+            found.append(last)
+        if is_whole:
+            known = spans[at // SPAN * SIZE : (at // SPAN + 1) * SIZE]
+            last = known or blake2b(before + b"".join(blocks), digest_size=SIZE).digest()
+            before = last
+            found.append(last)
+        first = 0
+    return b"".join(found)
 
 
 def count(digests: bytes) -> int:

@@ -477,6 +477,7 @@ class Fleet:
             self._unsafe = {pair: why for pair, why in self._unsafe.items() if url not in pair}
         self.processes.forget(url)
         self._breakers.forget(url)
+        self.retention.remove(url)
 
     def engine_id(self, url: str) -> str | None:
         """The id of the process that last made a handle there, as `process_of` has it."""

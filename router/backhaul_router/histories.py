@@ -16,8 +16,10 @@ from . import digests
 if TYPE_CHECKING:
     from .ledger import Key
 
-_End = tuple[str, str, str, bytes]
-"""Tenant, model, cache salt, and the digest: nothing is found across any of them."""
+_Scope = tuple[str, str, str]
+"""Tenant, model and cache salt: nothing is found across any of them."""
+_Ends = bytes | frozenset[bytes]
+"""Most conversations have one history; a set takes four times as much."""
 
 
 class Histories:
@@ -27,8 +29,9 @@ class Histories:
     def __init__(self, max_conversations: int, max_per_tenant: int | None = None) -> None:
         self._max_conversations = max_conversations
         self._max_per_tenant = max_conversations if max_per_tenant is None else max_per_tenant
-        self._by_tenant: dict[str, OrderedDict[Key, frozenset[bytes]]] = {}
-        self._found: dict[_End, dict[Key, None]] = {}
+        self._by_tenant: dict[str, OrderedDict[Key, _Ends]] = {}
+        self._found: dict[_Scope, dict[bytes, Key | dict[Key, None]]] = {}
+        """By digest; most ends are one conversation's, else the last is the one that was filed last."""
 
     def __len__(self) -> int:
         return sum(map(len, self._by_tenant.values()))
@@ -45,41 +48,66 @@ class Histories:
         that makes room, if one has to: the one of the same tenant that was filed longest ago."""
         ends = frozenset(chain[-digests.SIZE :] for chain in chains if chain)
         filed = self._by_tenant.setdefault(key.tenant, OrderedDict())
-        before = filed.pop(key, frozenset())
+        before = _each(filed.get(key, frozenset()))
         for end in before - ends:
             self._remove(key, end)
         for end in ends:
-            holders = self._found.setdefault(_end(key, end), {})
-            holders.pop(key, None)
-            holders[key] = None
-        if ends:
-            filed[key] = ends
+            self._add(key, end)
+        if not ends:
+            filed.pop(key, None)
+        else:
+            if ends != before:
+                filed[key] = next(iter(ends)) if len(ends) == 1 else ends
+            filed.move_to_end(key)  # a dictionary that keys leave and enter grows to twice its size
         return next(iter(filed)) if len(filed) > self._most(key.tenant) else None
 
     def drop(self, key: Key) -> None:
         """Forgets a conversation, known or not."""
         if key in self:
-            for end in self._by_tenant[key.tenant].pop(key):
+            for end in _each(self._by_tenant[key.tenant].pop(key)):
                 self._remove(key, end)
 
     def find(self, key: Key, chain: bytes) -> str | None:
         """The conversation that `chain` continues furthest, of those that were filed last; `key` says what it must share."""
-        if not self._by_tenant.get(key.tenant):
+        found = self._found.get(_scope(key))
+        if found is None:
             return None
         for stop in range(len(chain) - digests.SIZE, 0, -digests.SIZE):
-            if holders := self._found.get(_end(key, chain[stop - digests.SIZE : stop])):
-                return next(reversed(holders)).conversation
+            if (holders := found.get(chain[stop - digests.SIZE : stop])) is not None:
+                return (next(reversed(holders)) if isinstance(holders, dict) else holders).conversation
         return None
 
     def _most(self, tenant: str) -> int:
         return self._max_per_tenant if tenant else self._max_conversations
 
+    def _add(self, key: Key, end: bytes) -> None:
+        """As the last one of those that end so."""
+        found = self._found.setdefault(_scope(key), {})
+        holders = found.get(end)
+        if holders is None or holders == key:
+            found[end] = key
+        elif isinstance(holders, dict):
+            holders.pop(key, None)
+            holders[key] = None
+        else:
+            found[end] = {holders: None, key: None}
+
     def _remove(self, key: Key, end: bytes) -> None:
-        holders = self._found[_end(key, end)]
-        del holders[key]
-        if not holders:
-            del self._found[_end(key, end)]
+        found = self._found[_scope(key)]
+        holders = found[end]
+        if isinstance(holders, dict):
+            del holders[key]
+            if len(holders) == 1:
+                (found[end],) = holders
+            return
+        del found[end]
+        if not found:
+            del self._found[_scope(key)]
 
 
-def _end(key: Key, digest: bytes) -> _End:
-    return key.tenant, key.model, key.cache_salt, digest
+def _scope(key: Key) -> _Scope:
+    return key.tenant, key.model, key.cache_salt
+
+
+def _each(ends: _Ends) -> frozenset[bytes]:
+    return frozenset((ends,)) if isinstance(ends, bytes) else ends

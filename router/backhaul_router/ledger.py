@@ -17,18 +17,18 @@ Methods neither block nor await, and hold a lock, so that several event loops ma
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from . import digests
-from .ages import Ages
+from .conversations import Conversation, Conversations
+from .due import Due
 from .exact_history import Kept
 from .histories import Histories
 from .report import Reason
@@ -95,15 +95,13 @@ class Branch(msgspec.Struct, frozen=True, gc=False):
     held: Held | None
     missing: Reason | None = None
     """Why `held` is `None`."""
-    spans: bytes = b""
-    """Digests of the same tokens as in `blocks`, in whole spans, by which a later turn's are found sooner."""
     prompt_tokens: int = 0
     """Those of `tokens` that were the prompt; 0 where they were not counted."""
     by_history: bool = False
     """Its conversation has no name of its own, and is found by what it says."""
     exact: Kept | None = None
     """Where histories are kept exact, and the turn ended as it must for that."""
-    number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(8)) >> 1)
+    number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(7)))
     """Tells branches apart, those of other processes too."""
 
 
@@ -126,6 +124,8 @@ class Taken(msgspec.Struct, frozen=True):
     child that goes on from there. The parent keeps its branch."""
     flushes: int = 0
     """The ledger's count when the turn began: what it leaves after another flush may be KV of weights that are gone."""
+    key: Key | None = None
+    """The turn's, as the ledger keeps it: what keeps it beside the ledger keeps that one, not a copy of each turn."""
 
     @property
     def extends(self) -> bool:
@@ -149,18 +149,6 @@ class Taken(msgspec.Struct, frozen=True):
         return self.common
 
 
-class _Conversation:
-    __slots__ = ("branches", "generation", "seen", "turns", "watched")
-
-    def __init__(self, generation: int) -> None:
-        self.branches: list[Branch] = []
-        self.generation = generation
-        self.seen = 0.0
-        self.turns = 0
-        self.watched: float | None = None
-        """The deadline under which the sweep looks at it next."""
-
-
 class MemoryLedger:
     """A ledger in this process."""
 
@@ -179,14 +167,11 @@ class MemoryLedger:
         self._max_per_tenant = max_conversations_per_tenant
         self._max_branches = max_branches
         self._max_idle_s = max_idle_s
-        self._conversations: OrderedDict[Key, _Conversation] = OrderedDict()
-        self._ages = Ages()
+        self._conversations = Conversations()
         most = min(max_conversations, max_conversations_per_tenant)
         self._histories = Histories(max(1, max_conversations // 2), max(1, most // 2))
-        self._keys: dict[str, dict[str, Key | tuple[Key, ...]]] = {}
-        """By tenant and conversation; most have one."""
-        self._deadlines: list[tuple[float, Key]] = []
-        """One of each conversation with handles, none later than the first of theirs; others are left over."""
+        self._deadlines: Due[Conversation] = Due(lambda conversation: conversation.watched)
+        """Each conversation with handles, under no later time than the first deadline of theirs."""
         self._generations: Iterator[int] = itertools.count(1)
         self._takers: Counter[tuple[str, str]] = Counter()
         self._left: dict[tuple[str, str], Held] = {}
@@ -227,33 +212,37 @@ class MemoryLedger:
             generation, turn = conversation.generation, conversation.turns
             source, forked_from = conversation, None
             if not conversation.branches and parent is not None and parent != key.conversation:
-                parent_key = key._replace(conversation=parent)
-                if parent_key in self._conversations:
-                    source = self._conversations[parent_key]
-                    forked_from = (parent_key, source.generation)
+                found_parent = self._conversations.get(key._replace(conversation=parent))
+                if found_parent is not None:
+                    source, forked_from = found_parent, (found_parent.key, found_parent.generation)
+            first = Taken(
+                generation, turn, reason=Reason.FIRST_TURN, drop=evicted, flushes=self.flushes, key=conversation.key
+            )
             if not source.branches:
-                return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted, flushes=self.flushes)
+                return first
             branches = source.branches
             shared = [digests.common(chain, branch.chain) for branch in branches]
             best = max(range(len(shared)), key=lambda i: (shared[i], branches[i].held is not None, i))
             branch = branches[best]
             if forked_from is not None:
                 if not _is_fork(branch, shared[best]):
-                    return Taken(generation, turn, reason=Reason.FIRST_TURN, drop=evicted, flushes=self.flushes)
+                    return first
                 source.seen = now
-                self._touch(forked_from[0])
-            if shared[best] >= digests.count(branch.chain):  # the others are the less recently used ones
-                branches.append(branches.pop(best))
-                shared.append(shared.pop(best))
-                best = -1
-            found = Taken(generation, turn, branch, None, None, shared[best], evicted, forked_from, self.flushes)
+                self._conversations.touch(source)
+            common = shared[best]
+            if common >= digests.count(branch.chain):  # the others are the less recently used ones
+                source.branches = (*branches[:best], *branches[best + 1 :], branch)
+                best = len(branches) - 1
+            found = Taken(
+                generation, turn, branch, None, None, common, evicted, forked_from, self.flushes, conversation.key
+            )
             if branch.held is None:
                 return msgspec.structs.replace(found, reason=branch.missing or Reason.NO_HANDLE)
             unusable = Reason.EXPIRED if now >= branch.held.deadline else usable(branch.held)
-            if unusable is None and not branch.held.shared and _is_anothers(shared[best], branch):
+            if unusable is None and not branch.held.shared and _is_anothers(common, branch):
                 return msgspec.structs.replace(found, reason=Reason.DIVERGED)
             if unusable is not None or not branch.held.shared:
-                branches[best] = msgspec.structs.replace(branch, held=None, missing=unusable or Reason.IN_USE)
+                source.put(best, msgspec.structs.replace(branch, held=None, missing=unusable or Reason.IN_USE))
             if unusable is not None:
                 return msgspec.structs.replace(found, reason=unusable, drop=evicted + self._free([branch.held]))
             if branch.held.shared:
@@ -272,7 +261,7 @@ class MemoryLedger:
                 self._replace(key, taken, held=None, missing=Reason.FLUSHED)
                 return (taken.held,)
             if self._replace(key, taken, held=taken.held, missing=None):
-                self._watch(_filed(key, taken)[0], taken.held)  # its deadline may have passed meanwhile
+                self._watch_key(_filed(key, taken)[0], taken.held)  # its deadline may have passed meanwhile
                 return ()
             return (taken.held,)
 
@@ -283,7 +272,8 @@ class MemoryLedger:
                 self._replace(key, taken, held=None, missing=reason)
                 return ()
             name = taken.held.name
-            return self._drop(_filed(key, taken)[0], lambda held: held.name == name, reason) + self._done(taken.held)
+            conversation = self._conversations.get(_filed(key, taken)[0])
+            return self._drop(conversation, lambda held: held.name == name, reason) + self._done(taken.held)
 
     def settle(self, key: Key, taken: Taken, branch: Branch, now: float) -> tuple[Held, ...]:
         """Files what a turn left. Returns the handles to release: those that this one supersedes or pushes out, and its
@@ -300,13 +290,13 @@ class MemoryLedger:
                     oldest = self._histories.oldest(full) or self._histories.oldest(key.tenant)
                     if oldest is None:  # named ones do not make room for it
                         return self._free(_handles([branch])) + self._done(done)
-                    evicted = self._close(oldest)
+                    evicted = self._close_key(oldest)
                 conversation, _ = self._open(key, now)
                 conversation.turns = taken.turn
             elif conversation is None or conversation.generation != taken.generation:
                 return self._free(_handles([branch])) + self._done(done)
             conversation.seen = now
-            self._touch(key)
+            self._conversations.touch(conversation)
             if branch.held is not None and branch.held.name in self._left:  # dropped while the turn ran
                 branch = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE)
             flushed: tuple[Held, ...] = ()
@@ -316,15 +306,15 @@ class MemoryLedger:
             replaced: list[Branch] = []
             index = self._index(conversation, taken.branch)
             if index is not None and taken.supersedes:
-                replaced.append(conversation.branches.pop(index))
-            conversation.branches = [*conversation.branches, branch]  # a list that grows takes room for three more
+                replaced.append(conversation.pop(index))
+            conversation.branches = (*conversation.branches, branch)
             if branch.held is not None:
-                self._watch(key, branch.held)
+                self._watch(conversation, branch.held)
             if len(conversation.branches) > self._max_branches:
-                replaced.append(conversation.branches.pop(0))
+                replaced.append(conversation.pop(0))
             kept = {held.name for held in _handles(conversation.branches)}
             drop = self._free(held for held in _handles(replaced) if held.name not in kept)
-            return evicted + flushed + drop + self._done(done) + self._file_history(key, conversation)
+            return evicted + flushed + drop + self._done(done) + self._file_history(conversation)
 
     def find(self, key: Key, chain: bytes) -> str | None:
         """The conversation without a name whose history `chain` continues, of those that share all of `key` but the
@@ -336,22 +326,22 @@ class MemoryLedger:
         """Ends a conversation, under every model and salt. Returns the handles to release; a turn that is still running
         finds its conversation gone when it settles, and releases what it leaves."""
         with self._lock:
-            keys = tuple(self._keys_of(conversation, tenant))
-            return tuple(held for key in keys for held in self._close(key))
+            found = self._conversations.named(conversation, tenant)
+            return tuple(held for one in found for held in self._close(one))
 
     def held_for(self, conversation: str, tenant: str = "") -> tuple[Held, ...]:
         """A conversation's handles, under every model and salt."""
         with self._lock:
-            keys = self._keys_of(conversation, tenant)
-            return tuple(held for key in keys for held in _handles(self._conversations[key].branches))
+            found = self._conversations.named(conversation, tenant)
+            return tuple(held for one in found for held in _handles(one.branches))
 
     def drop_for(
         self, conversation: str, condition: Callable[[Held], bool], reason: Reason, tenant: str = ""
     ) -> tuple[Held, ...]:
         """Drops handles of a conversation, whose histories stay. Returns the handles to release."""
         with self._lock:
-            keys = self._keys_of(conversation, tenant)
-            return tuple(held for key in keys for held in self._drop(key, condition, reason))
+            found = self._conversations.named(conversation, tenant)
+            return tuple(held for one in found for held in self._drop(one, condition, reason))
 
     def renewed(
         self,
@@ -362,36 +352,28 @@ class MemoryLedger:
     ) -> None:
         """Notes new deadlines, by `Held.name`. With `now` the conversation does not count as silent: it is still wanted."""
         with self._lock:
-            for key in self._keys_of(conversation, tenant):
+            for one in self._conversations.named(conversation, tenant):
                 if now is not None:
-                    self._conversations[key].seen = now
-                    self._touch(key)
-                branches = self._conversations[key].branches
-                for index, branch in enumerate(branches):
+                    one.seen = now
+                    self._conversations.touch(one)
+                for index, branch in enumerate(one.branches):
                     if branch.held is not None and (deadline := deadlines.get(branch.held.name)) is not None:
                         held = msgspec.structs.replace(branch.held, deadline=deadline)
-                        branches[index] = msgspec.structs.replace(branch, held=held)
-                        self._watch(key, held)
+                        one.put(index, msgspec.structs.replace(branch, held=held))
+                        self._watch(one, held)
 
     def sweep(self, now: float) -> tuple[Held, ...]:
         """Forgets silent conversations and drops handles past their deadline. Returns the handles to release."""
         drop: tuple[Held, ...] = ()
         with self._lock:
-            while self._conversations:
-                key, oldest = next(iter(self._conversations.items()))
-                if now - oldest.seen <= self._max_idle_s:
-                    break
-                drop += self._close(key)
-            while self._deadlines and self._deadlines[0][0] <= now:
-                deadline, key = heapq.heappop(self._deadlines)
-                conversation = self._conversations.get(key)
-                if conversation is None or conversation.watched != deadline:
-                    continue
+            while (silent := self._conversations.silent(now, self._max_idle_s)) is not None:
+                drop += self._close(silent)
+            while (conversation := self._deadlines.take(now)) is not None:
                 conversation.watched = None
-                drop += self._drop(key, lambda held: held.deadline <= now, Reason.EXPIRED)
-                drop += self._close_if_one_shot(key)
+                drop += self._drop(conversation, lambda held: held.deadline <= now, Reason.EXPIRED)
+                drop += self._close_if_one_shot(conversation)
                 for held in _handles(conversation.branches):
-                    self._watch(key, held)
+                    self._watch(conversation, held)
         return drop
 
     def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
@@ -417,14 +399,19 @@ class MemoryLedger:
             return self._drop_all(condition, reason)
 
     def _drop_all(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
-        return tuple(held for key in self._conversations for held in self._drop(key, condition, reason))
+        return tuple(
+            held
+            for conversation in self._conversations.values()
+            for held in self._drop(conversation, condition, reason)
+        )
 
-    def _drop(self, key: Key, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
+    def _drop(
+        self, conversation: Conversation | None, condition: Callable[[Held], bool], reason: Reason
+    ) -> tuple[Held, ...]:
         dropped: list[Held] = []
-        conversation = self._conversations.get(key)
         for index, branch in enumerate(conversation.branches if conversation else ()):
             if conversation is not None and branch.held is not None and condition(branch.held):
-                conversation.branches[index] = msgspec.structs.replace(branch, held=None, missing=reason)
+                conversation.put(index, msgspec.structs.replace(branch, held=None, missing=reason))
                 dropped.append(branch.held)
         return self._free(dropped)
 
@@ -450,69 +437,67 @@ class MemoryLedger:
         left = self._left.pop(held.name, None)
         return () if left is None else (left,)
 
-    def _watch(self, key: Key, held: Held) -> None:
-        conversation = self._conversations[key]
-        if conversation.watched is None or held.deadline < conversation.watched:
-            conversation.watched = held.deadline
-            heapq.heappush(self._deadlines, (held.deadline, key))
+    def _watch_key(self, key: Key, held: Held) -> None:
+        if (conversation := self._conversations.get(key)) is not None:
+            self._watch(conversation, held)
 
-    def _open(self, key: Key, now: float) -> tuple[_Conversation, tuple[Held, ...]]:
+    def _watch(self, conversation: Conversation, held: Held) -> None:
+        before = conversation.watched
+        if before is None or held.deadline < before:
+            conversation.watched = held.deadline
+            if before is not None:
+                self._deadlines.void(before)
+            self._deadlines.put(conversation, held.deadline)
+
+    def _open(self, key: Key, now: float) -> tuple[Conversation, tuple[Held, ...]]:
         conversation = self._conversations.get(key)
         evicted: tuple[Held, ...] = ()
-        if conversation is None:
-            conversation = self._conversations[key] = _Conversation(next(self._generations))
-            others = self._keys_of(key.conversation, key.tenant)
-            self._keys.setdefault(key.tenant, {})[key.conversation] = (*others, key) if others else key
-            self._ages.touch(key)
-            if (full := self._makes_room(key.tenant)) is not None:
-                evicted = self._close(self._ages.oldest(full))
-        self._touch(key)
+        if conversation is not None:
+            conversation.seen = now
+            self._conversations.touch(conversation)
+            return conversation, ()
+        conversation = Conversation(key, next(self._generations))
         conversation.seen = now
+        self._conversations.add(conversation)
+        if (full := self._makes_room(key.tenant)) is not None:
+            evicted = self._close(self._conversations.oldest(full))
         return conversation, evicted
-
-    def _keys_of(self, conversation: str, tenant: str) -> tuple[Key, ...]:
-        found = self._keys.get(tenant, {}).get(conversation, ())
-        return (found,) if isinstance(found, Key) else found
 
     def _makes_room(self, tenant: str, more: int = 0) -> str | None:
         """The tenant that has too many conversations once there are so many more of `tenant`'s."""
-        if tenant and self._ages.count(tenant) + more > self._max_per_tenant:
+        if tenant and self._conversations.count(tenant) + more > self._max_per_tenant:
             return tenant
         if len(self._conversations) + more <= self._max_conversations:
             return None
-        return self._ages.largest(tenant, more)
+        return self._conversations.largest(tenant, more)
 
-    def _touch(self, key: Key) -> None:
-        self._conversations.move_to_end(key)
-        self._ages.touch(key)
+    def _close_key(self, key: Key) -> tuple[Held, ...]:
+        conversation = self._conversations.get(key)
+        return () if conversation is None else self._close(conversation)
 
-    def _close(self, key: Key) -> tuple[Held, ...]:
-        by_conversation = self._keys[key.tenant]
-        rest = tuple(other for other in self._keys_of(key.conversation, key.tenant) if other != key)
-        if rest:
-            by_conversation[key.conversation] = rest
-        else:
-            del by_conversation[key.conversation]
-        if not by_conversation:
-            del self._keys[key.tenant]
-        self._histories.drop(key)
-        self._ages.drop(key)
-        return self._free(_handles(self._conversations.pop(key).branches))
+    def _close(self, conversation: Conversation) -> tuple[Held, ...]:
+        self._histories.drop(conversation.key)
+        self._conversations.remove(conversation)
+        if (watched := conversation.watched) is not None:
+            conversation.watched = None
+            self._deadlines.void(watched)
+        branches, conversation.branches = conversation.branches, ()  # its place among the deadlines keeps nothing
+        return self._free(_handles(branches))
 
-    def _file_history(self, key: Key, conversation: _Conversation) -> tuple[Held, ...]:
+    def _file_history(self, conversation: Conversation) -> tuple[Held, ...]:
         """Has the conversation found by its history, where it has no name. Returns what the one that makes room held."""
+        key = conversation.key
         chains = [branch.chain for branch in conversation.branches if branch.by_history]
         if not chains and key not in self._histories:
             return ()
         crowded_out = self._histories.put(key, chains)
-        return () if crowded_out is None else self._close(crowded_out)
+        return () if crowded_out is None else self._close_key(crowded_out)
 
-    def _close_if_one_shot(self, key: Key) -> tuple[Held, ...]:
+    def _close_if_one_shot(self, conversation: Conversation) -> tuple[Held, ...]:
         """Forgets a conversation without a name that nobody went on with while its handle could be used."""
-        conversation = self._conversations.get(key)
-        if conversation is None or conversation.turns > 1 or key not in self._histories:
+        if conversation.turns > 1 or conversation.key not in self._histories:
             return ()
-        return () if _handles(conversation.branches) else self._close(key)
+        return () if _handles(conversation.branches) else self._close(conversation)
 
     def _replace(self, key: Key, taken: Taken, *, held: Held | None, missing: Reason | None) -> bool:
         key, generation = _filed(key, taken)
@@ -522,11 +507,11 @@ class MemoryLedger:
         index = self._index(conversation, taken.branch)
         if index is None:
             return False
-        conversation.branches[index] = msgspec.structs.replace(conversation.branches[index], held=held, missing=missing)
+        conversation.put(index, msgspec.structs.replace(conversation.branches[index], held=held, missing=missing))
         return True
 
     @staticmethod
-    def _index(conversation: _Conversation, branch: Branch | None) -> int | None:
+    def _index(conversation: Conversation, branch: Branch | None) -> int | None:
         """A branch is the same one as long as its number is."""
         if branch is not None:
             for index, candidate in enumerate(conversation.branches):

@@ -17,6 +17,9 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
 
 MARGIN_MS = 20.0
 """What is gained by less is noise."""
@@ -81,11 +84,22 @@ class _Reading:
     at: float
 
 
+class _Home(msgspec.Struct, frozen=True, eq=False, gc=False):
+    engines: tuple[str, ...]
+    at: float
+
+
+@lru_cache(maxsize=1024)
+def _shared(engines: tuple[str, ...]) -> tuple[str, ...]:
+    """The same value as ever: there are few, and many conversations."""
+    return engines
+
+
 class Homes:
     """Which engines each live conversation ran on last. Bounded by time and number; the oldest go first."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[tuple[str, str], tuple[tuple[str, ...], float]] = OrderedDict()
+        self._homes: OrderedDict[tuple[str, str], _Home] = OrderedDict()
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -97,25 +111,25 @@ class Homes:
 
     def settle(self, name: tuple[str, str], engines: tuple[str, ...], now: float) -> None:
         before = self._homes.get(name)
-        if before is None or before[0] != engines:
-            self._leave(before[0] if before else ())
+        if before is None or before.engines != engines:
+            self._leave(before.engines if before else ())
             self._counts.update(engines)
-        self._homes[name] = engines, now
+        self._homes[name] = _Home(_shared(engines), now)
         self._homes.move_to_end(name)
         if len(self._homes) > _MOST_HOMES:
             self._drop_oldest()
 
     def end(self, name: tuple[str, str]) -> None:
         if (before := self._homes.pop(name, None)) is not None:
-            self._leave(before[0])
+            self._leave(before.engines)
 
     def expire(self, now: float) -> None:
-        while self._homes and now - next(iter(self._homes.values()))[1] > _HOME_S:
+        while self._homes and now - next(iter(self._homes.values())).at > _HOME_S:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        _, (engines, _) = self._homes.popitem(last=False)
-        self._leave(engines)
+        _, oldest = self._homes.popitem(last=False)
+        self._leave(oldest.engines)
 
     def _leave(self, engines: Iterable[str]) -> None:
         for engine in engines:

@@ -28,8 +28,6 @@ class Prompt(msgspec.Struct, frozen=True):
     blocks: bytes = b""
     """Digests of its whole blocks, where the ids are known."""
     block_size: int = 0
-    spans: bytes = b""
-    """Digests of its whole spans, likewise."""
 
     @property
     def proven(self) -> bool:

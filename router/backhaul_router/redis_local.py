@@ -4,12 +4,14 @@ reading, and in which order it changes a conversation."""
 from __future__ import annotations
 
 import asyncio
-import heapq
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
+
+from .due import Due
 from .ledger import Held, Key
 from .redis_link import LedgerUnavailable
 from .redis_records import Name
@@ -17,12 +19,24 @@ from .redis_records import Name
 _HandleName = tuple[str, str]
 
 
+class _Mine(msgspec.Struct, eq=False, gc=False):
+    """A handle that this router has filed."""
+
+    name: Name
+    held: Held | None
+    """`None` when it is gone."""
+
+
+def _deadline(one: _Mine) -> float | None:
+    return None if one.held is None else one.held.deadline
+
+
 class Filed:
     """Handles that this router has filed, and does not know to be gone. Deadlines are in its own time."""
 
     def __init__(self) -> None:
-        self._filed: dict[Name, dict[_HandleName, Held]] = {}
-        self._deadlines: list[tuple[float, Name, _HandleName]] = []
+        self._filed: dict[Name, tuple[_Mine, ...]] = {}
+        self._deadlines = Due(_deadline)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -31,13 +45,13 @@ class Filed:
 
     def handles(self) -> tuple[Held, ...]:
         with self._lock:
-            return tuple(held for handles in self._filed.values() for held in handles.values())
+            return tuple(one.held for mine in self._filed.values() for one in mine if one.held is not None)
 
     def clear(self) -> None:
         """Nothing of it is this router's to sweep any more."""
         with self._lock:
             self._filed.clear()
-            self._deadlines.clear()
+            self._deadlines = Due(_deadline)
 
     def note(
         self, names: Iterable[Name], on_file: Mapping[_HandleName, Held], added: Mapping[_HandleName, Name]
@@ -45,30 +59,36 @@ class Filed:
         """What is on file of some conversations after a change, and what of it this router has added."""
         with self._lock:
             for name in names:
-                mine = self._filed.pop(name, {})
-                kept = {handle: on_file[handle] for handle in mine if handle in on_file}
-                kept |= {handle: on_file[handle] for handle, of in added.items() if of == name}
-                for handle, held in kept.items():
-                    if handle not in mine or mine[handle].deadline < held.deadline:
-                        heapq.heappush(self._deadlines, (held.deadline, name, handle))
-                if kept:
-                    self._filed[name] = kept
+                mine = {one.held.name: one for one in self._filed.pop(name, ()) if one.held is not None}
+                for handle, one in mine.items():
+                    self._change(one, on_file.get(handle))
+                for handle, of in added.items():
+                    if of == name and handle not in mine:
+                        mine[handle] = _Mine(name, None)
+                        self._change(mine[handle], on_file[handle])
+                if kept := tuple(one for one in mine.values() if one.held is not None):
+                    self._filed[kept[0].name] = kept
+
+    def _change(self, one: _Mine, held: Held | None) -> None:
+        before, one.held = _deadline(one), held
+        if (deadline := _deadline(one)) == before:
+            return
+        if before is not None:
+            self._deadlines.void(before)
+        if deadline is not None:
+            self._deadlines.put(one, deadline)
 
     def due(self, now: float) -> dict[Name, frozenset[_HandleName]]:
         """Conversations with handles that have come to their deadline. They do not count as filed any more."""
-        if not self._deadlines or self._deadlines[0][0] > now:
-            return {}
         found: dict[Name, frozenset[_HandleName]] = {}
         with self._lock:
-            while self._deadlines and self._deadlines[0][0] <= now:
-                _, name, handle = heapq.heappop(self._deadlines)
-                held = self._filed.get(name, {}).get(handle)
-                if held is None or held.deadline > now:
+            while (due := self._deadlines.take(now)) is not None:
+                if due.held is None:
                     continue
-                found[name] = found.get(name, frozenset()) | {handle}
-                del self._filed[name][handle]
-                if not self._filed[name]:
-                    del self._filed[name]
+                found[due.name] = found.get(due.name, frozenset()) | {due.held.name}
+                due.held = None
+                if left := tuple(one for one in self._filed.pop(due.name, ()) if one.held is not None):
+                    self._filed[due.name] = left
         return found
 
 

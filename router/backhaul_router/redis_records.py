@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from . import digests
+from .conversations import Conversation
 from .exact_history import Kept, Said
 from .ledger import Branch, Held, Key, MemoryLedger, Taken
 from .report import Reason
@@ -25,7 +26,7 @@ from .wire import Handle
 
 log = logging.getLogger("backhaul")
 
-FORMAT = "1"
+FORMAT = "2"
 """Of records, and part of every key: routers that write others do not see each other's."""
 _NO_BOUND = 2**31
 _GRACE_S = 30.0
@@ -74,7 +75,6 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
     """What only the turn needs that goes on from the branch."""
 
     blocks: bytes
-    spans: bytes
     ran: bytes | None
     said: Said | None
     rendering: bytes | None
@@ -189,10 +189,10 @@ class Copy(MemoryLedger):
             conversation.generation, conversation.turns = record.generation, record.turns
             for one in record.branches:
                 numbers.add(one.number)
-                conversation.branches.append(branch := self._branch(one))
+                conversation.branches = (*conversation.branches, branch := self._branch(one))
                 if branch.held is not None:
-                    self._watch(key, branch.held)
-            self._file_history(key, conversation)
+                    self._watch(conversation, branch.held)
+            self._file_history(conversation)
         self._numbers.append(frozenset(numbers))
         self._ends.append(self._ends_of(name))
         self._anonymous.append(self._is_anonymous(name))
@@ -262,8 +262,8 @@ class Copy(MemoryLedger):
     def filed(self) -> dict[tuple[str, str], Name]:
         """The handles that are on file now and were not before, by name."""
         return {
-            branch.held.name: Name.of(key)
-            for key, conversation in self._conversations.items()
+            branch.held.name: Name.of(conversation.key)
+            for conversation in self._conversations.values()
             for branch in conversation.branches
             if branch.held is not None and branch.held.name not in self._found
         }
@@ -316,8 +316,7 @@ class Copy(MemoryLedger):
 
     def _ttl_ms(self, name: Name) -> int:
         left_s = self._limits.max_idle_s
-        keys = self._keys_of(name.conversation, name.tenant)
-        once = all(key in self._histories and self._conversations[key].turns <= 1 for key in keys)
+        once = all(one.key in self._histories and one.turns <= 1 for one in self._named(name))
         deadlines = [branch.held.deadline for branch in self._branches_of(name) if branch.held is not None]
         if once and deadlines:
             left_s = min(left_s, max(0.0, max(deadlines) - self._loaded.now) + _GRACE_S)
@@ -326,23 +325,25 @@ class Copy(MemoryLedger):
     def _records_of(self, name: Name) -> list[_ConversationRecord]:
         return [
             _ConversationRecord(
-                key.model,
-                key.cache_salt,
-                self._conversations[key].generation,
-                self._conversations[key].turns,
-                self._conversations[key].seen,
-                [self._record(branch) for branch in self._conversations[key].branches],
+                one.key.model,
+                one.key.cache_salt,
+                one.generation,
+                one.turns,
+                one.seen,
+                [self._record(branch) for branch in one.branches],
             )
-            for key in sorted(self._keys_of(name.conversation, name.tenant))
+            for one in sorted(self._named(name), key=lambda one: one.key)
         ]
+
+    def _named(self, name: Name) -> tuple[Conversation, ...]:
+        return self._conversations.named(name.conversation, name.tenant)
 
     def _record(self, branch: Branch) -> _BranchRecord:
         held = None
         if branch.held is not None:
             epoch, life = self._stamps.get(branch.held.name, (self._loaded.epoch, self._loaded.life))
             one = branch.held
-            handle = msgspec.structs.replace(one.handle, token_ids=None)  # the branch knows what they are needed for
-            held = _HeldRecord(handle, one.decode, one.deadline, one.tokens, epoch, life)
+            held = _HeldRecord(one.handle, one.decode, one.deadline, one.tokens, epoch, life)
         return _BranchRecord(
             branch.number,
             branch.chain,
@@ -358,20 +359,16 @@ class Copy(MemoryLedger):
         )
 
     def _branches_of(self, name: Name) -> list[Branch]:
-        return [
-            branch
-            for key in self._keys_of(name.conversation, name.tenant)
-            for branch in self._conversations[key].branches
-        ]
+        return [branch for one in self._named(name) for branch in one.branches]
 
     def _is_anonymous(self, name: Name) -> bool:
-        return any(key in self._histories for key in self._keys_of(name.conversation, name.tenant))
+        return any(one.key in self._histories for one in self._named(name))
 
     def _ends_of(self, name: Name) -> frozenset[str]:
         return frozenset(
-            self._redis_keys.end(key, branch.chain[-digests.SIZE :])
-            for key in self._keys_of(name.conversation, name.tenant)
-            for branch in self._conversations[key].branches
+            self._redis_keys.end(one.key, branch.chain[-digests.SIZE :])
+            for one in self._named(name)
+            for branch in one.branches
             if branch.by_history and branch.chain
         )
 
@@ -393,7 +390,7 @@ def with_body(branch: Branch, body: bytes) -> Branch:
     exact = None
     if read.ran is not None and read.said is not None and read.rendering is not None:
         exact = Kept(_unpacked(read.ran), read.said, read.rendering)
-    return msgspec.structs.replace(branch, blocks=read.blocks, spans=read.spans, exact=exact)
+    return msgspec.structs.replace(branch, blocks=read.blocks, exact=exact)
 
 
 def handles_in(head: bytes, loaded: Loaded) -> tuple[Held, ...]:
@@ -434,8 +431,8 @@ def _held(record: _HeldRecord) -> Held:
 
 def _body(branch: Branch) -> _Body:
     if branch.exact is None:
-        return _Body(branch.blocks, branch.spans, None, None, None)
-    return _Body(branch.blocks, branch.spans, _packed(branch.exact.ran), branch.exact.said, branch.exact.rendering)
+        return _Body(branch.blocks, None, None, None)
+    return _Body(branch.blocks, _packed(branch.exact.ran), branch.exact.said, branch.exact.rendering)
 
 
 def _packed(ids: array[int]) -> bytes:

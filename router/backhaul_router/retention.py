@@ -21,8 +21,6 @@ methods take a lock, none awaits, and a turn costs a few dictionary and heap ope
 from __future__ import annotations
 
 import enum
-import heapq
-import itertools
 import math
 import threading
 from collections import Counter
@@ -31,6 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from .due import Due
 from .ledger import Branch, Held, Key, Taken
 
 DEFAULT_SHARE = 0.5
@@ -85,33 +84,53 @@ class Reserved(NamedTuple):
     """It is there; else it is still being prefilled."""
 
 
-class _Kept:
-    __slots__ = ("busy", "deadline", "held", "key", "number", "patience_s", "resumes", "seen", "tokens")
+_NOBODY = Key("", "", "", "")
 
-    def __init__(self, held: Held, tokens: int) -> None:
-        self.held = held
-        self.tokens = tokens
-        self.key = Key("", "", "", "")
-        self.busy = 0
-        """Turns that have taken it."""
-        self.deadline = held.deadline
-        self.seen = 0.0
-        self.patience_s = 0.0
-        self.resumes = 0.0
-        """When an announced pause ends."""
-        self.number = 0
-        """Of its place in the order; earlier places are void. 0 when it has ended."""
+
+class _Kept(msgspec.Struct, eq=False, gc=False):
+    """One handle. There are as many as there are live conversations: what is added here is added to each of them."""
+
+    held: Held | None
+    """`None` when it has ended."""
+    key: Key
+    tokens: int
+    deadline: float
+    seen: float
+    patience_s: float
+    resumes: float = 0.0
+    """When an announced pause ends."""
+    busy: int = 0
+    """Turns that have taken it."""
 
     def expected_until(self, now: float) -> float:
         if self.resumes > now:
             return now - (self.resumes - now) + self.patience_s
         return max(self.seen, self.resumes) + self.patience_s
 
+    def look_again(self, now: float) -> None:
+        """Moves its place to what is expected now, which changes none of what will be."""
+        if self.resumes > now:
+            self.seen = now
+        else:
+            self.seen, self.resumes = max(self.seen, self.resumes), 0.0
+
+
+def _place(kept: _Kept) -> float:
+    """Until when it was expected to be used as of `seen`: under this it is in the order."""
+    seen, resumes = kept.seen, kept.resumes
+    return seen - (resumes - seen) + kept.patience_s if resumes > seen else seen + kept.patience_s
+
+
+def _awaited(kept: _Kept) -> float | None:
+    return None if kept.held is None else _place(kept)
+
+
+def _deadline(kept: _Kept) -> float | None:
+    return None if kept.held is None else kept.deadline
+
 
 class _Decode:
     """The accounts of one decode engine, in tokens."""
-
-    __slots__ = ("answers", "block_size", "capacity", "kept", "order", "others", "prompts", "scale", "sent")
 
     def __init__(self) -> None:
         self.capacity: int | None = None
@@ -125,10 +144,19 @@ class _Decode:
         """What the engine really keeps for us, of what our handles add up to."""
         self.others = 0
         """Kept for others, as far as is known."""
-        self.order: list[tuple[float, int, _Kept]] = []
+        self.handles: dict[str, _Kept] = {}
+        """By request id."""
+        self.order = Due(_awaited)
+        """By when they are least expected to be used any more."""
+        self.known = False
+        """It is one of the fleet's engines. Of another the account ends with what it counts."""
 
     def whole_blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size) * self.block_size
+
+    @property
+    def empty(self) -> bool:
+        return not (self.handles or self.prompts or self.answers)
 
     @property
     def own(self) -> float:
@@ -146,10 +174,8 @@ class Retention:
         """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
         self.configure(budget, one_shot_s)
         self._decodes: dict[str, _Decode] = {}
-        self._kept: dict[Name, _Kept] = {}
-        self._deadlines: list[tuple[float, int, _Kept]] = []
+        self._deadlines = Due(_deadline)
         self._due: list[Victim] = []
-        self._numbers = itertools.count(1)
         self._answer = float(_ANSWER)
         self._now = 0.0
         self._looked = -math.inf
@@ -163,22 +189,29 @@ class Retention:
 
     def __repr__(self) -> str:
         kept = ", ".join(f"{url}: {self.retained(url):,}" for url in sorted(self._decodes))
-        return f"<Retention {len(self._kept)} handles; tokens {{{kept}}}>"
+        return f"<Retention {len(self)} handles; tokens {{{kept}}}>"
 
     def __len__(self) -> int:
         """Handles that are kept."""
-        return len(self._kept)
+        return sum(len(account.handles) for account in tuple(self._decodes.values()))
 
     def names(self) -> frozenset[Name]:
         """Of the handles that are kept."""
         with self._lock:
-            return frozenset(self._kept)
+            return frozenset((url, name) for url, account in self._decodes.items() for name in account.handles)
 
     def know(self, decode: str, capacity: int | None, block_size: int | None) -> None:
         """What an engine says of its KV cache, in tokens; nothing is given up for room where it does not say."""
         with self._lock:
             account = self._of(decode)
-            account.capacity, account.block_size = capacity, block_size or 1
+            account.capacity, account.block_size, account.known = capacity, block_size or 1, True
+
+    def remove(self, decode: str) -> None:
+        """The engine is none of the fleet's any more: its account ends with the last handle and the last turn there."""
+        with self._lock:
+            if (account := self._decodes.get(decode)) is not None:
+                account.known = False
+                self._close_if_unknown(decode, account)
 
     # --- what is kept
 
@@ -212,7 +245,7 @@ class Retention:
     def took(self, taken: Taken) -> None:
         """The ledger has handed out a handle, or dropped some."""
         with self._lock:
-            if taken.held is not None and (kept := self._kept.get(taken.held.name)) is not None:
+            if taken.held is not None and (kept := self._find(taken.held.name)) is not None:
                 kept.busy += 1
             self._forget(taken.drop, Cause.UNUSABLE)
 
@@ -243,7 +276,7 @@ class Retention:
         with self._lock:
             self._now = now
             before = taken.held
-            if before is not None and (kept := self._kept.get(before.name)) is not None:
+            if before is not None and (kept := self._find(before.name)) is not None:
                 used_up = kept.busy and not before.shared
                 self._done(before)
                 if used_up and (left is None or left.name != before.name):
@@ -252,7 +285,7 @@ class Retention:
             self._expire(now)
             if left is not None:
                 doublings = taken.turn - branch.by_history
-                self._file(key, left, self._patience_s[min(doublings, _DOUBLINGS)], now)
+                self._file(taken.key or key, left, self._patience_s[min(doublings, _DOUBLINGS)], now)
 
     def dropped(self, held: Iterable[Held], cause: Cause = Cause.ENDED) -> None:
         with self._lock:
@@ -263,19 +296,17 @@ class Retention:
         with self._lock:
             self._now = now
             for name, deadline in deadlines.items():
-                if (kept := self._kept.get(name)) is not None:
-                    kept.deadline, kept.seen = deadline, now
-                    self._place(kept, self._of(kept.held.decode))
-                    self._watch(kept)
+                if (kept := self._find(name)) is not None:
+                    self._watch(kept, deadline)
+                    self._seen(kept, self._decodes[name[0]], now, kept.resumes)
 
     def paused(self, names: Iterable[Name], now: float, pause_s: float) -> None:
         """Their conversation goes on after so many seconds, and hardly before."""
         with self._lock:
             self._now = now
             for name in names:
-                if (kept := self._kept.get(name)) is not None:
-                    kept.seen, kept.resumes = now, now + pause_s
-                    self._place(kept, self._of(kept.held.decode))
+                if (kept := self._find(name)) is not None:
+                    self._seen(kept, self._decodes[name[0]], now, now + pause_s)
 
     # --- room for turns
 
@@ -307,6 +338,7 @@ class Retention:
             account.prompts -= reserved.prompt
             account.sent -= reserved.prompt * reserved.sent
             account.answers -= reserved.answer
+            self._close_if_unknown(reserved.decode, account)
 
     @property
     def due(self) -> bool:
@@ -336,12 +368,14 @@ class Retention:
 
     def running(self, decode: str) -> int:
         """Prompt tokens of turns that were sent there and have not ended."""
-        return self._of(decode).sent
+        account = self._decodes.get(decode)
+        return account.sent if account else 0
 
     def note_kept(self, decode: str, tokens: int) -> None:
         """What an engine keeps in all, as it says itself, for whomever."""
         with self._lock:
-            account = self._of(decode)
+            if (account := self._decodes.get(decode)) is None:
+                return  # removed while it was asked
             account.others = max(0, tokens - account.kept)
             account.scale = min(1.0, max(tokens, 1) / account.kept) if account.kept else 1.0
             self._keep_to_limits(account)
@@ -354,33 +388,44 @@ class Retention:
             account = self._decodes[decode] = _Decode()
         return account
 
+    def _find(self, name: Name) -> _Kept | None:
+        account = self._decodes.get(name[0])
+        return None if account is None else account.handles.get(name[1])
+
     def _file(self, key: Key, held: Held, patience_s: float, now: float) -> None:
-        account, name = self._of(held.decode), held.name
-        kept = self._kept.get(name)
+        account, name = self._of(held.decode), held.handle.request_id
+        kept = account.handles.get(name)
         if kept is None:
-            kept = self._kept[name] = _Kept(held, account.whole_blocks(held.handle.tokens))
-            account.kept += kept.tokens
-        kept.held, kept.key, kept.deadline = held, key, held.deadline
-        kept.seen, kept.patience_s, kept.resumes = now, patience_s, 0.0
-        self._place(kept, account)
-        self._watch(kept)
+            tokens = account.whole_blocks(held.handle.tokens)
+            kept = _Kept(held, key, tokens, held.deadline, now, patience_s)
+            account.handles[name] = kept
+            account.kept += tokens
+            account.order.put(kept, _place(kept))
+            self._deadlines.put(kept, kept.deadline)
+        else:
+            kept.held, kept.key = held, key
+            self._watch(kept, held.deadline)
+            self._seen(kept, account, now, 0.0, patience_s)
         self._keep_to_limits(account)
 
-    def _watch(self, kept: _Kept) -> None:
-        heapq.heappush(self._deadlines, (kept.deadline, next(self._numbers), kept))
-        if len(self._deadlines) > 2 * len(self._kept) + 64:  # most are of what has ended
-            self._deadlines = [(one.deadline, one.number, one) for one in self._kept.values()]
-            heapq.heapify(self._deadlines)
+    def _watch(self, kept: _Kept, deadline: float) -> None:
+        before, kept.deadline = kept.deadline, deadline
+        if deadline != before:
+            self._deadlines.void(before)
+            self._deadlines.put(kept, deadline)
 
-    def _place(self, kept: _Kept, account: _Decode) -> None:
-        kept.number = next(self._numbers)
-        heapq.heappush(account.order, (kept.expected_until(self._now), kept.number, kept))
-        if len(account.order) > 2 * len(self._kept) + 64:  # most places are void
-            account.order = [place for place in account.order if place[2].number == place[1]]
-            heapq.heapify(account.order)
+    @staticmethod
+    def _seen(kept: _Kept, account: _Decode, now: float, resumes: float, patience_s: float | None = None) -> None:
+        """A sign of life; a pause until `resumes` follows."""
+        before = _place(kept)
+        kept.seen, kept.resumes = now, resumes
+        kept.patience_s = kept.patience_s if patience_s is None else patience_s
+        if (place := _place(kept)) != before:
+            account.order.void(before)
+            account.order.put(kept, place)
 
     def _done(self, held: Held | None) -> None:
-        kept = self._kept.get(held.name) if held is not None else None
+        kept = self._find(held.name) if held is not None else None
         if kept is not None and kept.busy:
             kept.busy -= 1
 
@@ -389,17 +434,26 @@ class Retention:
             self._end(held.name, cause)
 
     def _end(self, name: Name, cause: Cause) -> None:
-        kept = self._kept.pop(name, None)
-        if kept is not None:
-            kept.number = 0
-            self._of(kept.held.decode).kept -= kept.tokens
-            self._released[cause] += 1
+        decode, request_id = name
+        account = self._decodes.get(decode)
+        kept = None if account is None else account.handles.pop(request_id, None)
+        if account is None or kept is None:
+            return
+        place, kept.held, kept.key = _place(kept), None, _NOBODY  # its places in the lists are void, and keep nothing
+        account.order.void(place)
+        self._deadlines.void(kept.deadline)
+        account.kept -= kept.tokens
+        self._released[cause] += 1
+        self._close_if_unknown(decode, account)
+
+    def _close_if_unknown(self, decode: str, account: _Decode) -> None:
+        if not account.known and account.empty and self._decodes.get(decode) is account:
+            del self._decodes[decode]
 
     def _expire(self, now: float) -> None:
         """What engines have let go of, though nobody has told: as when another router's turn has read it."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, kept = heapq.heappop(self._deadlines)
-            if kept.number and kept.deadline <= now:
+        while (kept := self._deadlines.take(now)) is not None:
+            if kept.held is not None:
                 self._end(kept.held.name, Cause.EXPIRED)
 
     def _keep_to_limits(self, account: _Decode, *, with_turn: bool = False) -> tuple[Victim, ...]:
@@ -414,22 +468,22 @@ class Retention:
 
     def _give_up(self, account: _Decode, tokens: float, cause: Cause, with_turn: bool) -> tuple[Victim, ...]:
         victims: list[Victim] = []
-        busy: list[tuple[float, int, _Kept]] = []
+        busy: list[_Kept] = []
         order = account.order
-        while tokens > 0 and order:
-            place = heapq.heappop(order)
-            until, number, kept = place
-            if kept.number != number:
+        while tokens > 0 and (kept := order.take(math.inf)) is not None:
+            held = kept.held
+            if held is None:
                 continue
             if kept.busy:
-                busy.append(place)
-            elif (later := kept.expected_until(self._now)) > until:  # the end of a pause has come nearer
-                heapq.heappush(order, (later, number, kept))
+                busy.append(kept)
+            elif kept.expected_until(self._now) > _place(kept):  # the end of a pause has come nearer
+                kept.look_again(self._now)
+                order.put(kept, _place(kept))
             else:
-                self._end(kept.held.name, cause)
-                victims.append(Victim(kept.key, kept.held, cause, with_turn and kept.held.leased))
+                victims.append(Victim(kept.key, held, cause, with_turn and held.leased))
                 tokens -= kept.tokens
-        for place in busy:
-            heapq.heappush(order, place)
+                self._end(held.name, cause)
+        for kept in busy:
+            order.put(kept, _place(kept))
         self._due += victims
         return tuple(victims)

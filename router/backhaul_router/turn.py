@@ -278,18 +278,16 @@ class Turn:
     def rendered(self, token_ids: tuple[int, ...], engine: Engine) -> None:
         """The prompt's ids are known."""
         block_size, branch = engine.block_size or 0, self.taken.branch
-        known = digests.Chains()
-        if branch is not None and branch.block_size == block_size:
-            known = digests.Chains(branch.blocks, branch.spans)
+        known = branch.blocks if branch is not None and branch.block_size == block_size else b""
         try:
-            chains = digests.chains(token_ids, block_size, known)
+            blocks = digests.block_chain(token_ids, block_size, known)
         except OverflowError:
             self.no_proof = True
             return
         self.token_ids, self.encoded_ids = token_ids, wire.encode_ids(token_ids)
-        self.prompt = Prompt(self.prompt.message_bytes, len(token_ids), chains.blocks, block_size, chains.spans)
+        self.prompt = Prompt(self.prompt.message_bytes, len(token_ids), blocks, block_size)
         self.draft["prompt"] = len(token_ids)
-        self._note_divergence(chains.blocks)
+        self._note_divergence(blocks)
 
     def _note_divergence(self, blocks: bytes) -> None:
         """Messages that all match, but tokens that do not: it is the engine's own answer that comes back changed."""
@@ -568,11 +566,9 @@ class Turn:
         self.spare = None
         self.draft["handle_remaining_s"] = held.deadline - now if held else None
         earlier = self.taken.branch.prefill if self.taken.branch else None
-        chains = self._chains(generated or ())
         branch = Branch(
             chain=self.chain,
-            blocks=chains.blocks,
-            spans=chains.spans,
+            blocks=self._blocks(generated or ()),
             block_size=self.prompt.block_size,
             tokens=self._ran_tokens(generated),
             message_bytes=self.prompt.message_bytes,
@@ -657,12 +653,11 @@ class Turn:
             return None  # a sliding window: its list does not begin at the first token, and cannot be cut
         return Held(handle, decode.url, deadline, tokens)
 
-    def _chains(self, generated: tuple[int, ...]) -> digests.Chains:
+    def _blocks(self, generated: tuple[int, ...]) -> bytes:
         """Of what D ran: the prompt, and the answer but for its last token."""
         if self.token_ids is None:
-            return digests.Chains()
-        prompt = digests.Chains(self.prompt.blocks, self.prompt.spans)
-        return digests.extended(prompt, self.token_ids, generated[:-1], self.prompt.block_size)
+            return b""
+        return digests.extended(self.prompt.blocks, self.token_ids, generated[:-1], self.prompt.block_size)
 
     def count_prefill(self, usage: wire.Usage) -> None:
         """Token counts of the engine that prefilled."""

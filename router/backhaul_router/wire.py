@@ -389,8 +389,6 @@ class Handle(msgspec.Struct, frozen=True, gc=False):
     groups: int
     cached: int | None
     """P's answer only: tokens that P found cached or read (`remote_prefill_cached_tokens`)."""
-    token_ids: tuple[int, ...] | None
-    """Generated ids, where our plugin put them beside the handle."""
     passed_on: bytes | None = None
     """What our connector says beside the handle to the engine that it is for."""
     digests: bool = False
@@ -485,7 +483,6 @@ def read_params(raw: Raw | bytes | None) -> Params:
         blocks=blocks,
         groups=len(groups),
         cached=params.remote_prefill_cached_tokens,
-        token_ids=said.token_ids,
         passed_on=said.passed_on,
         digests=said.digests,
         lease=_shared(said.lease),

@@ -110,7 +110,6 @@ async def test_what_a_turn_leaves_with_one_router_the_next_one_finds_with_anothe
         (b"a",),
         range(1024),
         held=soon("1"),
-        spans=digests.chains(range(1024), 16).spans,
         prompt_tokens=700,
         exact=Kept(array("I", (1, 2**31, 2**32 - 1)), said, b"rendering"),
     )

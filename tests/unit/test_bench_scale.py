@@ -10,38 +10,55 @@ from pathlib import Path
 import pytest
 from backhaul.bench import scale
 from backhaul_router import cli
+from backhaul_router.fleet import Fleet
 
-MANY = 10_000
+MANY = 5_600
+"""A little more than what makes dictionaries double: nowhere do they take more for each."""
+AIR = 200
+"""Bytes: as much below the limit as nobody should add unseen."""
 
 
-def test_the_ledger_takes_less_for_ten_thousand_conversations_than_they_may_besides_their_handles() -> None:
-    conversations = scale.Conversations(MANY, 1_024)
-    conversations.add(0)
+def besides(conversations: scale.Conversations, fleet: Fleet, many: int, turns: int = 1) -> float:
+    """Bytes that a conversation takes after so many turns besides its handle and its digests, all that is kept counted."""
+    for number in range(100):
+        conversations.add(number, fleet)
     conversations.payload = 0
     gc.collect()
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for number in range(1, MANY):
-            conversations.add(number)
+        for _ in range(turns):
+            for number in range(100, many):
+                conversations.add(number, fleet)
+        gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(conversations.ledger.handles()) == MANY
-    assert (after - before - conversations.payload) / (MANY - 1) < scale.LIMIT_BYTES
+    assert (len(conversations.ledger.handles()), len(fleet.retention), len(fleet.load.homes)) == (many, many, many)
+    return (after - before - conversations.payload) / (many - 100)
+
+
+def test_a_conversation_takes_less_than_it_may_besides_its_handle_all_that_a_router_keeps_counted() -> None:
+    conversations, fleet = scale.Conversations(MANY, 1_024), scale.engines()
+    assert besides(conversations, fleet, MANY) < scale.LIMIT_BYTES - AIR
+
+
+@pytest.mark.parametrize(("named", "turns"), [(True, 3), (False, 2)])
+def test_so_does_one_that_has_gone_on_and_one_without_a_name(named: bool, turns: int) -> None:
+    conversations, fleet = scale.Conversations(1_500, 1_024, named=named), scale.engines()
+    assert besides(conversations, fleet, 1_500, turns) < scale.LIMIT_BYTES
 
 
 def test_a_conversation_takes_no_more_however_often_it_goes_on() -> None:
-    conversations = scale.Conversations(10, 1_024)
-    fleet, config = scale.engines(), scale.settings(10)
-    conversations.add(0)
-    turns = [scale.decide(conversations, fleet, config, 0) for _ in range(200)]
-    turns[0]()
+    conversations, fleet = scale.Conversations(10, 1_024), scale.engines()
+    for _ in range(50):
+        conversations.add(0, fleet)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        for turn in turns[1:]:
-            turn()
+        for _ in range(200):
+            conversations.add(0, fleet)
+        gc.collect()  # and the interpreter's lists of tuples to use again
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

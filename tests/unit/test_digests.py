@@ -36,14 +36,6 @@ def test_common_blocks_are_the_whole_blocks_of_the_common_tokens(
     assert found == same_prefix(ours, theirs) // size
 
 
-@given(SIZES, IDS, st.integers(0, 40))
-def test_a_chain_can_be_continued_at_any_block(size: int, ids: list[int], blocks: int) -> None:
-    whole = digests.block_chain(ids, size)
-    cut = min(blocks, digests.count(whole)) * size
-    first = digests.block_chain(ids[:cut], size)
-    assert first + digests.block_chain(ids[cut:], size, first) == whole
-
-
 @given(PARTS, PARTS)
 def test_parts_do_not_run_together(a: list[bytes], b: list[bytes]) -> None:
     assert (digests.chain(a) == digests.chain(b)) == (a == b)
@@ -69,24 +61,35 @@ CHAINED = st.lists(st.integers(0, 3), max_size=4 * digests.SPAN)
 
 
 @given(st.sampled_from([1, 2]), CHAINED, CHAINED, st.integers(0, 4 * digests.SPAN))
-def test_what_is_known_of_another_sequence_changes_no_chain(
+def test_long_sequences_have_the_whole_blocks_of_their_common_tokens_in_common(
     size: int, ids: list[int], other: list[int], shared: int
 ) -> None:
     other = ids[:shared] + other
-    found = digests.chains(ids, size, digests.chains(other, size))
-    assert found == digests.chains(ids, size)
-    assert found.blocks == digests.block_chain(ids, size)
-    assert found.spans == digests.block_chain(ids, size * digests.SPAN)
+    found = digests.common(digests.block_chain(ids, size), digests.block_chain(other, size))
+    assert found == same_prefix(ids, other) // size
+
+
+@given(st.sampled_from([1, 2]), CHAINED, CHAINED, st.integers(0, 4 * digests.SPAN))
+def test_what_is_known_of_another_sequence_changes_no_chain(
+    size: int, ids: list[int], other: list[int], shared: int
+) -> None:
+    known = digests.block_chain(ids[:shared] + other, size)
+    assert digests.block_chain(ids, size, known) == digests.block_chain(ids, size)
 
 
 @given(st.sampled_from([1, 2]), CHAINED, CHAINED)
 def test_chains_go_on_where_they_ended(size: int, ids: list[int], more: list[int]) -> None:
-    assert digests.extended(digests.chains(ids, size), ids, more, size) == digests.chains(ids + more, size)
+    before = digests.block_chain(ids, size)
+    assert digests.extended(before, ids, more, size) == digests.block_chain(ids + more, size)
 
 
 def test_blocks_of_a_known_prefix_are_not_hashed_again() -> None:
-    ids = range(2 * digests.SPAN + 1)
-    known = digests.chains(ids, 1)
-    marked = digests.Chains(b"\0" * len(known.blocks), known.spans)
-    found = digests.chains(ids, 1, marked)
-    assert found.blocks[: 2 * digests.SPAN * digests.SIZE] == marked.blocks[: 2 * digests.SPAN * digests.SIZE]
+    ids, span = range(2 * digests.SPAN + 1), digests.SPAN * digests.SIZE
+    known = digests.block_chain(ids, 1)
+    unlike = b"".join(bytes(span - digests.SIZE) + known[end - digests.SIZE : end] for end in (span, 2 * span))
+    assert digests.block_chain(ids, 1, unlike)[: 2 * span] == unlike
+
+
+@pytest.mark.parametrize("tokens", [1, 511, 512, 1_024, 100_000])
+def test_in_blocks_of_16_they_take_at_most_a_byte_a_token(tokens: int) -> None:
+    assert len(digests.block_chain(range(tokens), 16)) <= tokens

@@ -92,6 +92,22 @@ def test_named_conversations_of_a_full_tenant_make_no_room_for_a_call_without_a_
     assert leave_unnamed(ledger, "a/3") == ["a/3"]
 
 
+def test_whoever_is_silent_is_forgotten_whatever_others_do() -> None:
+    ledger = MemoryLedger(max_idle_s=100.0)
+    for tenant, at in (("a", 0.0), ("b", 10.0), ("c", 20.0), ("a", 50.0)):
+        leave(ledger, f"{tenant}/{at:g}", now=at)
+    ledger.sweep(105.0)
+    assert on_file(ledger) == {"b/10", "c/20", "a/50"}
+    ledger.forget("b/10", "b")
+    leave(ledger, "b/115", now=115.0)
+    ledger.sweep(121.0)
+    assert on_file(ledger) == {"a/50", "b/115"}
+    ledger.sweep(151.0)
+    assert on_file(ledger) == {"b/115"}
+    ledger.sweep(300.0)
+    assert len(ledger) == 0
+
+
 NAMES = st.tuples(st.sampled_from("abc"), st.sampled_from("1234"), st.booleans())
 
 

@@ -15,7 +15,7 @@ from backhaul_router.fleet import kv_tokens_of
 from backhaul_router.ledger import Held, Key, MemoryLedger, Taken
 from backhaul_router.report import Reason, Route
 from backhaul_router.retention import Cause, Retention, Victim
-from core_values import BLOCK, D1, D2, branch, facts, held, leased
+from core_values import BLOCK, D1, D2, P1, branch, facts, fleet, held, leased
 from turn_drive import FIRST, NAMED, Drive, history
 
 SIZE = 8 * BLOCK
@@ -430,6 +430,26 @@ def test_a_turn_needs_no_room_for_what_is_kept_for_it(route: Route) -> None:
     room = 1000 * BLOCK - (retention.free(D1) or 0)
     answer = retention.answer_of(None)
     assert room == -(-(200 - (128 if route is Route.LOCAL else 0) + answer) // BLOCK) * BLOCK
+
+
+def test_the_account_of_an_engine_that_was_removed_ends_with_its_last_handle() -> None:
+    on = fleet(P1, D1, D2)
+    left = kept(on.retention, "a")
+    on.remove(D1)
+    assert on.retention.retained(D1) == SIZE
+    on.retention.dropped([left])
+    assert (on.retention.retained(D1), list(on.retention._decodes)) == (0, [D2])
+
+
+def test_a_turn_that_runs_on_where_its_engine_was_removed_leaves_no_account() -> None:
+    on = fleet(P1, D1, D2)
+    reserved, _ = on.retention.reserve(D1, 100, 10)
+    on.remove(D1)
+    on.retention.unreserve(reserved)
+    on.retention.note_kept(D1, 1_000)
+    late, _ = on.retention.reserve(D1, 100, 10)
+    on.retention.unreserve(late)
+    assert (on.retention.running(D1), list(on.retention._decodes)) == (0, [D2])
 
 
 # --- bounds --------------------------------------------------------------------------------------------------------------

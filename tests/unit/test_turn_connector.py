@@ -76,7 +76,7 @@ def warm(left: Held | None = None, **fields: Any) -> Taken:
     taken = history()
     left = left or leased(OLD, tokens=128)
     assert taken.branch is not None
-    on_file = msgspec.structs.replace(taken.branch, held=left, blocks=b"", spans=b"")
+    on_file = msgspec.structs.replace(taken.branch, held=left, blocks=b"")
     return msgspec.structs.replace(taken, branch=on_file, held=left, **fields)
 
 

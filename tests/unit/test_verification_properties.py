@@ -75,10 +75,9 @@ def test_it_makes_no_difference_by_way_of_which_sequence_a_prompt_was_hashed(
     pair: tuple[list[int], list[int]], block: int, answer: list[int]
 ) -> None:
     ran, ids = pair
-    prompt = digests.chains(ids, block, digests.chains(ran, block))
-    assert prompt == digests.chains(ids, block)
-    assert prompt.blocks == digests.block_chain(ids, block)
-    assert digests.extended(prompt, ids, answer, block) == digests.chains([*ids, *answer], block)
+    prompt = digests.block_chain(ids, block, digests.block_chain(ran, block))
+    assert prompt == digests.block_chain(ids, block)
+    assert digests.extended(prompt, ids, answer, block) == digests.block_chain([*ids, *answer], block)
 
 
 @given(edited(), BLOCKS, st.integers(0, 150), st.booleans())

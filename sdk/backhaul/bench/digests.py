@@ -119,7 +119,7 @@ def measure(options: Options) -> Costs:
         table.release(["read"])
 
     prompt = [i * 7919 % 50_000 for i in range(options.tokens)]
-    known = digests.chains(prompt[: max(0, options.tokens - _NEW)], size)
+    known = digests.block_chain(prompt[: max(0, options.tokens - _NEW)], size)
     try:
         return Costs(
             tokens=options.tokens,
@@ -128,8 +128,8 @@ def measure(options: Options) -> Costs:
             publish_ms=_best_ms(publish, options.repeats),
             locate_ms=_best_ms(locate, options.repeats),
             claim_ms=_best_ms(claim, options.repeats),
-            chain_ms=_best_ms(lambda: digests.chains(prompt, size), options.repeats),
-            extend_ms=_best_ms(lambda: digests.chains(prompt, size, known), options.repeats),
+            chain_ms=_best_ms(lambda: digests.block_chain(prompt, size), options.repeats),
+            extend_ms=_best_ms(lambda: digests.block_chain(prompt, size, known), options.repeats),
             bytes_per_token=len(json.dumps(handle["backhaul"])) / options.tokens,
         )
     finally:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from backhaul_router import digests, wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.effects import Answered, Call, Chunk, Ended, Open, Opened, Read, Record, Settle, Take, Took
@@ -98,8 +99,10 @@ def engines() -> Fleet:
 class Conversations:
     """A ledger, and the conversations in it, as turns on engines of ours leave them."""
 
-    def __init__(self, most: int, tokens: int) -> None:
-        self.ledger = MemoryLedger(max_conversations=most, max_idle_s=_IDLE_S)
+    def __init__(self, most: int, tokens: int, *, named: bool = True) -> None:
+        """`most` of them; without names they are found by their histories."""
+        self.ledger = MemoryLedger(max_conversations=most if named else 2 * most, max_idle_s=_IDLE_S)
+        self._named = named
         self.payload = 0
         self.tokens = tokens
         self._source = random.Random(7)
@@ -111,18 +114,21 @@ class Conversations:
             "", wire.read_request(wire.Endpoint.CHAT, b'{"model":"%s"}' % _MODEL.encode()).model, "", name(number)
         )
 
-    def add(self, number: int, fleet: Fleet | None = None) -> None:
-        """Its first turn; with what a fleet keeps of it, retention's account and placement's."""
+    def add(self, number: int, fleet: Fleet) -> None:
+        """Its first turn, or its next one, with what a fleet keeps of it: retention's account, and placement's."""
         key = self.key(number)
         chain = self.chain(number)
         now = number * 1e-7  # an object of its own, as in life
         taken = self.ledger.take(key, chain, now, _usable)
+        fleet.retention.took(taken)
+        payload = self.payload
         branch = self.branch(chain, number)
-        self.ledger.settle(key, taken, branch, now)
-        if fleet is not None:
-            fleet.retention.settled(key, taken, branch, (), now)
-            prefill, decode = fleet.prefill[0], fleet.decode[0]
-            fleet.note_placed((key.tenant, key.conversation), decode, prefill, now)
+        if taken.held is not None:  # which this turn supersedes
+            self.payload = payload
+        fleet.note_placed((key.tenant, key.conversation), fleet.decode[0], fleet.prefill[0], now)
+        ended = now + 1e-3
+        dropped = self.ledger.settle(key, taken, branch, ended)
+        fleet.retention.settled(key, taken, branch, dropped, ended)
 
     def messages(self, number: int) -> list[bytes]:
         """The second turn's; the first has all but the last two."""
@@ -148,13 +154,14 @@ class Conversations:
             prefill=_PREFILL,
             held=Held(handle, _DECODE, 450.0 + number * 1e-4, handle.tokens),
             prompt_tokens=self.tokens + number % 7 - _ANSWER_TOKENS,
+            by_history=not self._named,
         )
 
     def params(self, request_id: str) -> bytes:
         """What D returns beside its answer."""
         blocks = self.tokens // _BLOCK
         first = self._source.randrange(1, 50_000)
-        return json.dumps(
+        return msgspec.json.encode(
             {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
@@ -173,9 +180,8 @@ class Conversations:
                     "lease": {"port": 40123, "ttl_s": 480.0, "shared": True},
                     "account": {"prompt": self.tokens - _ANSWER_TOKENS, "local": 0, "received": self.tokens},
                 },
-            },
-            separators=(",", ":"),
-        ).encode()
+            }
+        )
 
     def answer(self, params: bytes, prompt_tokens: int) -> bytes:
         """An engine's whole answer."""
@@ -278,10 +284,10 @@ def measure(options: Options, progress: Callable[[str], None] = lambda _: None) 
     fleet = engines()
     conversations = Conversations(steps[-1], options.tokens)
     for number in range(200):  # the code itself and its caches
-        conversations.add(number)
+        conversations.add(number, fleet)
         decide(conversations, fleet, config, number)()
         turn(conversations, fleet, config, number)()
-    conversations = Conversations(steps[-1], options.tokens)
+    conversations, fleet = Conversations(steps[-1], options.tokens), engines()
     empty = _rss()
     rows: list[Row] = []
     filled = 0
