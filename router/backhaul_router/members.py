@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -103,10 +104,20 @@ def passed_body(body: bytes) -> bytes:
 
 def value_of(raw: Raw) -> object:
     """A member's value. A number out of range is infinite, as for Python's decoder."""
+    data = bytes(raw)
+    return _plain_value(data) if len(data) <= _SHORT and data[:1] not in b"{[" else _value(data)
+
+
+def _value(data: bytes) -> object:
     try:
-        return decode_any(raw)
+        return decode_any(data)
     except msgspec.ValidationError:
         return math.inf
+
+
+_SHORT: Final = 64
+_plain_value = lru_cache(maxsize=512)(_value)
+"""Requests say the same again and again: models, limits, flags."""
 
 
 def is_set(raw: Raw | None) -> bool:
