@@ -1109,8 +1109,8 @@ class Decoding(msgspec.Struct, frozen=True):
         return turn.reuses and not self.as_it_is and (turn.keeps_exact or not turn.by_connector)
 
     @property
-    def need(self) -> Open:
-        turn = self.turn
+    def need(self) -> Open | Call:
+        turn, decode, timeout_s = self.turn, self.placement.decode, self.turn.config.decode_timeout_s
         body = wire.decode_body(
             turn.facts,
             turn.ids_to_send,
@@ -1119,7 +1119,9 @@ class Decoding(msgspec.Struct, frozen=True):
             ask=self.ask,
             passed_on=self.prefilled.passed_on if self.prefilled else None,
         )
-        return Open(self.placement.decode, turn.facts.endpoint, body, turn.config.decode_timeout_s)
+        if turn.facts.stream or self.as_it_is:  # an engine takes more for true than the router does
+            return Open(decode, turn.facts.endpoint, body, timeout_s)
+        return Call(Leg.DECODE, decode, turn.facts.endpoint, body, timeout_s)
 
     def next(self, event: Event, now: float) -> Step:
         turn, placement = self.turn, self.placement
@@ -1134,9 +1136,11 @@ class Decoding(msgspec.Struct, frozen=True):
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
                 return Collecting(self, status, headers), ()
+            case Answered(status, headers, body):
+                return Collecting(self, status, headers).ended(body, now)
             case Failed(kind, message):
                 return self.failed(kind, message, now)
-            case Took() | Checked() | Answered() | Chunk() | Ended():
+            case Took() | Checked() | Chunk() | Ended():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
@@ -1191,14 +1195,17 @@ class Collecting(msgspec.Struct, frozen=True):
             case Chunk(data):
                 return msgspec.structs.replace(self, parts=(*self.parts, data)), ()
             case Ended(rest):
-                body = b"".join((*self.parts, rest))
-                return self._answer(body, now) if self.status == 200 else self._error(body, now)
+                return self.ended(b"".join((*self.parts, rest)), now)
             case Failed(kind, message):
                 return self.before.failed(kind, message, now)
             case Took() | Checked() | Answered() | Opened():
                 raise UnexpectedEvent(self, event)
             case _:
                 assert_never(event)
+
+    def ended(self, body: bytes, now: float) -> Step:
+        """The whole of it is there."""
+        return self._answer(body, now) if self.status == 200 else self._error(body, now)
 
     def _answer(self, body: bytes, now: float) -> Step:
         turn, placement = self.before.turn, self.before.placement

@@ -152,6 +152,8 @@ class Journey:
                 self.drive.feed(come)
             case Call(Leg.PREFILL):
                 self.answer_prefill(need)
+            case Call(Leg.DECODE):
+                self.answer_decode(need)
             case Open():
                 come = self.one_of(
                     lambda: STREAM, lambda: BODY, lambda: BODY, lambda: Opened(self.status(), JSON), self.failed
@@ -196,6 +198,23 @@ class Journey:
             name = json.loads(call.body)["kv_transfer_params"].get("remote_request_id")
             if (name is not None and b"remote_request_id" in come.body) or come.body == b"odd":
                 self.owed.pop(name, None)  # P has read it, which frees it
+        self.drive.feed(come)
+
+    def answer_decode(self, call: Call) -> None:
+        handles = "kv_transfer_params" in json.loads(call.body)
+        come = self.one_of(
+            lambda: Answered(200, JSON, whole(f"d-{next(self.names)}" if handles else None).data),
+            lambda: Answered(200, JSON, whole(f"d-{next(self.names)}" if handles else None).data),
+            lambda: Answered(200, JSON, whole(None).data),
+            lambda: Answered(200, JSON, b"{"),
+            lambda: Answered(self.status(), JSON, b"{}"),
+            self.failed,
+        )
+        self.reading = call
+        self.broken += isinstance(come, Failed) and come.kind is BROKEN
+        if isinstance(come, Answered) and come.status == 200:
+            self.owe(come.body)
+            self.decode_has_read()
         self.drive.feed(come)
 
     def decode_has_read(self) -> None:
@@ -244,11 +263,14 @@ class Journey:
 
     def owe_for(self, body: bytes) -> None:
         """The handle of a whole answer."""
+        if isinstance(self.drive.state, Collecting) and self.drive.state.status == 200:
+            self.owe(body)
+
+    def owe(self, body: bytes) -> None:
         with contextlib.suppress(ValueError):
-            if isinstance(self.drive.state, Collecting) and self.drive.state.status == 200:
-                given = json.loads(body)["kv_transfer_params"]
-                if given is not None:
-                    self.owed[given["remote_request_id"]] = "d"
+            given = json.loads(body)["kv_transfer_params"]
+            if given is not None:
+                self.owed[given["remote_request_id"]] = "d"
 
     # -- what holds for every turn
 
@@ -346,6 +368,17 @@ class ConnectorJourney(Journey):
             if need.engine.connector:
                 given["kv_transfer_params"]["backhaul"] = {"version": 1, "account": account}
             self.drive.feed(Answered(200, JSON, encoded(given)))
+        elif (
+            isinstance(need, Call)
+            and need.leg is Leg.DECODE
+            and "kv_transfer_params" in json.loads(need.body)
+            and need.engine.connector
+            and self.draw(st.booleans())
+        ):
+            name, self.reading = self.the_handle(), need
+            self.decode_has_read()
+            self.drive.feed(Answered(200, JSON, whole(kv_transfer_params={**params(name), "backhaul": says()}).data))
+            self.leases.add(name)
         elif isinstance(need, Read) and self.reading.engine.connector and self.draw(st.booleans()):
             name = self.the_handle()
             left = {**params(name), "backhaul": says()}
@@ -372,7 +405,7 @@ class ConnectorJourney(Journey):
         ended = [lease.id for lease in drive.all(EndLease)]
         filed = {s.branch.held.handle.request_id for s in drive.all(Settle) if s.branch.held is not None}
         assert filed.isdisjoint(ended)
-        asked = [need for need in drive.needs if isinstance(need, Open) and b'"due"' in need.body]
+        asked = [need for need in drive.needs if isinstance(need, Open | Call) and b'"due"' in need.body]
         on_the_way = drive.fleet.to_release(Holder(D1)) == ("due",)
         assert on_the_way or asked or "due" in ended, "a lease that was due is forgotten"
 

@@ -161,8 +161,9 @@ class Drive:
         assert self.need.leg is leg
         return self.need
 
-    def opening(self) -> Open:
-        assert isinstance(self.need, Open)
+    def opening(self) -> Open | Call:
+        """The decode engine is asked."""
+        assert isinstance(self.need, Open) or (isinstance(self.need, Call) and self.need.leg is Leg.DECODE)
         return self.need
 
     @property
