@@ -42,6 +42,8 @@ class Check(msgspec.Struct, frozen=True):
     prefill: Engine
     decode: str
     """D's URL."""
+    engine_id: str = ""
+    """That of the handle that P is about to read; empty where engines find out by themselves whose it is."""
 
 
 class Open(msgspec.Struct, frozen=True):
@@ -69,6 +71,9 @@ class Took(msgspec.Struct, frozen=True):
 
 class Checked(msgspec.Struct, frozen=True):
     """The fleet knows by now."""
+
+    sure: bool = True
+    """Whether D has said which process it is; where it has not, nobody knows whose the handle is."""
 
 
 class Answered(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ async def add_engine(router: Router, role: Role, url: str) -> Engine:
     except Unreachable as error:
         raise ConfigError(f"{role} engine {error}: it has to run before it is added") from None
     router.fleet.add(engine)
+    await router.note_began(engine)
     router.note_added(url)
     return engine
 

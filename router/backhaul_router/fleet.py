@@ -23,7 +23,7 @@ from .engine_client import FailureKind
 from .errors import ConfigError, Leg
 from .extension import Account
 from .load import Gauges, Load
-from .processes import Processes
+from .processes import Asked, Processes, is_fixed
 from .report import ReuseReport, Route
 from .retention import Reserved, Retention
 from .wire import process_of
@@ -678,16 +678,33 @@ class Fleet:
         with self._lock:
             self.load.homes.end((tenant, conversation))
 
-    def saw_engine_id(self, engine: Engine, engine_id: str) -> str | None:
-        """Notes the id in an engine's newest handle. Returns the id before, when the engine has restarted since: its
-        blocks are gone. Data-parallel ranks differ by a suffix and are no restart."""
+    def saw_engine_id(self, engine: Engine, engine_id: str, asked: Asked | None = None) -> str | None:
+        """Notes the id in an engine's newest handle, which was `asked` for when so much was known. Returns the id before, when
+        the engine has restarted since: its blocks are gone. Data-parallel ranks differ by a suffix and are no restart."""
         base = process_of(engine_id)
         with self._lock:
             before = self._engine_ids.get(engine.url)
             self._engine_ids[engine.url] = base
             if base is not engine_id and (rank := Holder.of(engine.url, engine_id).rank) is not None:
                 self._ranks.setdefault(engine.url, set()).add(rank)
-        return before if before is not None and before != base else None
+        changed = before is not None and before != base
+        if changed:
+            self.processes.void(engine.url)
+        if asked is not None:
+            self.processes.made_handle(engine.url, engine_id, asked)
+        return before if changed else None
+
+    def is_outlived(self, decode: str, engine_id: str, asked: Asked) -> bool:
+        """Whether a handle that was `asked` for then may be of a process that has been replaced since."""
+        if asked.restarts == self.processes.restarts(decode):
+            return False
+        return is_fixed(engine_id) or self._engine_ids.get(decode) != process_of(engine_id)
+
+    def replaced(self, decode: str, began: float) -> None:
+        """Another process is there, whose id is not known yet."""
+        with self._lock:
+            self._engine_ids.pop(decode, None)
+        self.processes.replaced(decode, began)
 
     def made_by_current(self, decode: str, engine_id: str) -> bool:
         """Whether a handle's engine is configured and, as far as is known, still the same process."""

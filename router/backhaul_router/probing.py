@@ -19,6 +19,7 @@ from .effects import DropEngine, Release
 from .engine_client import EngineCall, EngineClient, EngineFailure, FailureKind
 from .errors import Leg
 from .fleet import Engine, Fleet, Role
+from .processes import Asked
 
 log = logging.getLogger("backhaul")
 
@@ -88,6 +89,7 @@ class Prober:
         path: str = wire.Endpoint.COMPLETIONS
         if leg is Leg.RENDER:
             path = f"{path}/render" if engine.renders else "/tokenize"
+        asked = self._fleet.processes.asked(engine.url)
         try:
             answer = await self._client.call(EngineCall(engine.url + path, body, timeout_s=_TIMEOUT_S))
         except EngineFailure as failure:
@@ -96,13 +98,14 @@ class Prober:
         if answer.status != 200:
             log.debug("still shut out: %s answered a probe with %d", engine, answer.status)
             return FailureKind.ERROR
-        if leg is not Leg.RENDER and not await self._generated(engine, answer.body):
+        if leg is not Leg.RENDER and not await self._generated(engine, answer.body, asked):
             return FailureKind.ERROR
         self._fleet.note_answer(engine, leg)
         return None
 
-    async def _generated(self, engine: Engine, body: bytes) -> bool:
-        """Whether the answer is one; what it pins is released, and an engine that is another process than before is noticed."""
+    async def _generated(self, engine: Engine, body: bytes, asked: Asked) -> bool:
+        """Whether the answer is one; what it pins is released. An engine that is another process than before is noticed, and so
+        is one that is the same."""
         try:
             answer = wire.read_answer(wire.Endpoint.COMPLETIONS, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
@@ -110,8 +113,10 @@ class Prober:
             return False
         handle = answer.params.handle
         if handle is not None and engine.role is Role.DECODE:
-            if (before := self._fleet.saw_engine_id(engine, handle.engine_id)) is not None:
-                self._perform(DropEngine(engine.url, before))
+            if not self._fleet.is_outlived(engine.url, handle.engine_id, asked):
+                before = self._fleet.saw_engine_id(engine, handle.engine_id, asked)
+                if before is not None:
+                    self._perform(DropEngine(engine.url, before))
             other = self._fleet.pick(Role.PREFILL)
             if handle.lease is None and other is not None:
                 await self._release(Release(handle.params, other))

@@ -5,16 +5,21 @@ again: a stock P that has shaken hands with an id goes on reading by what it lea
 comes back with the next process. Either reads, with status 200, whatever lies in those blocks by now. What does tell processes
 apart is when they began, which an engine's `/metrics` say.
 
-So D is asked before a stock P reads, but only while there is a doubt: its id is no random one, it has refused a connection
-since it was last asked, or its load showed another beginning.
+So D is asked before a stock P reads, but only while there is a doubt: the handle's id is no random one, or D has refused a
+connection, has been added again or has shown another beginning. Its word ends the doubt. So does a new handle with a random id,
+since handles with any other are then not used: a D with several API servers never says when it began.
+
+Where D says nothing, nothing follows for what is on file: only the turn that asked does not read.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import re
 import threading
 from functools import lru_cache
+from typing import NamedTuple
 
 log = logging.getLogger("backhaul")
 
@@ -28,6 +33,21 @@ def is_fixed(engine_id: str) -> bool:
     return _RANDOM.fullmatch(engine_id) is None
 
 
+class Verdict(enum.Enum):
+    """Whether a process made what is on file of its engine."""
+
+    SAME = enum.auto()
+    ANOTHER = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+class Asked(NamedTuple):
+    """What was known of an engine when it was asked something, to be compared when it has answered."""
+
+    restarts: int = 0
+    doubts: int = 0
+
+
 class Processes:
     """When the processes behind the decode engines began. Methods never await."""
 
@@ -35,81 +55,127 @@ class Processes:
         self.shared = False
         """Other routers file handles too, of processes that this one may never have seen."""
         self._began: dict[str, float | None] = {}
+        self._stale: set[str] = set()
+        """Another process has made a handle since: its beginning is not known."""
+        self._shown: dict[str, float] = {}
+        """Beginnings that gave rise to a doubt."""
         self._doubts: set[str] = set()
-        self._fixed: set[str] = set()
+        self._doubted: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
 
     def know(self, url: str, began: float | None) -> None:
-        """What an engine said when it was described."""
+        """What an engine said when it was described. Of one that is known already, it can only raise a doubt: the handles on
+        file are those of the process that was there before."""
         with self._lock:
-            self._began[url] = began
-            self._doubts.discard(url)
+            known = url in self._began
+            self._began.setdefault(url, began)
+        if known and (began is None or began != self._began[url]):
+            self.doubt(url, began)
 
     def forget(self, url: str) -> None:
-        """It is not there any more."""
+        """It is not there any more. What its turns leave now is void, should it be added again."""
         with self._lock:
             self._began.pop(url, None)
-            self._doubts.discard(url)
-            self._fixed.discard(url)
+            self._stale.discard(url)
+            self._end_doubt(url)
+            self._warned.discard(url)
+            self._restarts[url] = self._restarts.get(url, 0) + 1
 
-    def doubt(self, url: str) -> None:
-        """It may be another process from now on: nobody listened there."""
+    def began(self, url: str) -> float | None:
+        """When the process began that made the handles on file, as far as is known."""
+        return self._began.get(url)
+
+    def is_known(self, url: str) -> bool:
+        """Whether `began` is surely that of the process that made them."""
+        return self._began.get(url) is not None and url not in self._stale
+
+    def doubt(self, url: str, shown: float | None = None) -> None:
+        """It may be another process from now on: nobody listened there, or it has `shown` another beginning."""
         with self._lock:
             if url in self._began:
                 self._doubts.add(url)
+                self._doubted[url] = self._doubted.get(url, 0) + 1
+                if shown is None:
+                    self._shown.pop(url, None)
+                else:
+                    self._shown[url] = shown
 
     def showed(self, url: str, began: float | None) -> None:
         """What its metrics said when they were read for something else."""
-        if began is not None and began != self._began.get(url):
-            self.doubt(url)
+        if began is not None and began not in (self._began.get(url), self._shown.get(url)):
+            self.doubt(url, began)
 
-    def in_doubt(self, url: str, engine_id: str = "") -> bool:
-        """Whether what is on file may be an earlier process's, so that the engine has to be asked. `engine_id` is that of a
-        handle that is about to be read."""
-        if engine_id and url not in self._fixed and is_fixed(engine_id):
-            self._note_fixed(url, engine_id)
-        return url in self._doubts or url in self._fixed
+    def in_doubt(self, url: str, engine_id: str) -> bool:
+        """Whether a handle with this id may be an earlier process's, so that the engine has to be asked before it is read."""
+        return url in self._doubts or is_fixed(engine_id)
 
-    def _note_fixed(self, url: str, engine_id: str) -> None:
-        with self._lock:
-            first = url not in self._fixed
-            self._fixed.add(url)
-        if first:
-            log.warning(
-                "decode engine %s has a fixed engine_id (%r): handles of an earlier process look valid, so it is asked before "
-                "each read when it was started, and turns are cold where that does not tell. Leave engine_id out of "
-                "--kv-transfer-config.",
-                url,
-                engine_id,
-            )
+    def warn_of_fixed(self, url: str, engine_id: str) -> None:
+        """Once, until the engine is removed."""
+        if url in self._warned or not is_fixed(engine_id):
+            return
+        self._warned.add(url)
+        log.warning(
+            "decode engine %s has a fixed engine_id (%r): handles of an earlier process look valid, so it is asked before "
+            "each read when it was started, and turns are cold where that does not tell. Leave engine_id out of "
+            "--kv-transfer-config.",
+            url,
+            engine_id,
+        )
 
     def is_never_sure(self, url: str, engine_id: str) -> bool:
         """Whether nobody will be able to tell whose handle it is, so that it is not worth keeping."""
-        if not is_fixed(engine_id) or not (self.shared or self._began.get(url) is None):
-            return False
-        if url not in self._fixed:
-            self._note_fixed(url, engine_id)
-        return True
+        return is_fixed(engine_id) and (self.shared or self._began.get(url) is None)
 
-    def is_another(self, url: str, began: float | None) -> bool:
-        """Whether what the engine now says is not what it said before. One that does not say is taken for another, as is one
+    def verdict(self, url: str, began: float | None, engine_id: str) -> Verdict:
+        """What the engine's word on its beginning says of a handle. One that does not say, or did not, may be any; so may one
         with a fixed id of which another router may have filed a handle before this one knew it."""
-        return began is None or began != self._began.get(url) or (self.shared and url in self._fixed)
+        known = self._began.get(url)
+        if began is None or known is None or (self.shared if is_fixed(engine_id) else url in self._stale):
+            return Verdict.UNKNOWN
+        return Verdict.SAME if began == known else Verdict.ANOTHER
 
-    def confirmed(self, url: str) -> None:
-        """It is the same process."""
+    def asked(self, url: str) -> Asked:
+        """To be taken before an engine is asked."""
+        return Asked(self._restarts.get(url, 0), self._doubted.get(url, 0))
+
+    def confirmed(self, url: str, asked: Asked) -> None:
+        """It was the process that is known when it was asked, and no doubt was raised since."""
         with self._lock:
-            self._doubts.discard(url)
+            if asked.doubts == self._doubted.get(url, 0):
+                self._end_doubt(url)
 
-    def replaced(self, url: str, began: float | None) -> None:
-        """It is another process as far as is known, of which nothing is on file yet: what turns have taken before is void."""
+    def made_handle(self, url: str, engine_id: str, asked: Asked) -> None:
+        """It has answered with a new handle, and no other id is used from now on. A random one tells who is there: no doubt is
+        left, and the beginning that it had shown before it was asked is that process's."""
+        if url not in self._doubts or is_fixed(engine_id):
+            return
+        with self._lock:
+            if asked.doubts == self._doubted.get(url, 0):
+                if (shown := self._shown.get(url)) is not None:
+                    self._began[url] = shown
+                    self._stale.discard(url)
+                self._end_doubt(url)
+
+    def _end_doubt(self, url: str) -> None:
+        self._doubts.discard(url)
+        self._shown.pop(url, None)
+
+    def void(self, url: str) -> None:
+        """What turns have taken is not the present process's, whose beginning is not known."""
         with self._lock:
             self._restarts[url] = self._restarts.get(url, 0) + 1
-            if began is not None:
-                self._began[url] = began
-            self._doubts.discard(url)
+            self._stale.add(url)
+
+    def replaced(self, url: str, began: float) -> None:
+        """It is another process, of which nothing is on file yet: what turns have taken before is void."""
+        with self._lock:
+            self._restarts[url] = self._restarts.get(url, 0) + 1
+            self._began[url] = began
+            self._stale.discard(url)
+            self._end_doubt(url)
 
     def restarts(self, url: str) -> int:
-        """Counts what `replaced` was told: a handle that was taken when it was less is void."""
+        """Counts `replaced` and `void`: a handle that was taken when it was less is void."""
         return self._restarts.get(url, 0)

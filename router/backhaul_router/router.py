@@ -52,6 +52,7 @@ from .pairs import PairChecks
 from .pauses import Paused, pause
 from .probe import Unreachable, describe, process_began
 from .probing import Prober
+from .processes import Verdict
 from .report import Reason, ReuseReport, Route
 from .retention import Cause, Retention
 from .run import Run
@@ -266,6 +267,7 @@ class Router:
                 engine = await describe(self.client, url, role)
                 if url in self._absent:  # still wanted
                     self.fleet.add(engine)
+                    await self.note_began(engine)
             except Unreachable as error:
                 log.info("still left out: %s engine %s", role, error)
             except ConfigError as error:
@@ -580,24 +582,51 @@ class Router:
         await self.ledger.aclose()
         await self.client.aclose()
 
-    async def check(self, prefill: Engine, decode: str) -> None:
-        """Finds out what stands in doubt before P reads from D: whether it can, and whether D is the process that made what is
-        on file."""
-        if self.fleet.processes.in_doubt(decode):
-            await self._ask_which_process(decode)
+    async def check(self, prefill: Engine, decode: str, engine_id: str = "") -> bool:
+        """Finds out what stands in doubt before P reads from D: whether it can and, with the `engine_id` of a handle, whether D
+        is the process that made it. Returns whether D has said so, or is not in doubt."""
+        in_doubt = bool(engine_id) and self.fleet.processes.in_doubt(decode, engine_id)
+        if in_doubt and not await self._says_which_process(decode, engine_id):
+            return False
         if self.pairs.wanted(prefill.url, decode):
             await self.pairs.check(prefill, decode)
+        return True
 
-    async def _ask_which_process(self, decode: str) -> None:
-        """Drops what is on file where D is not known to have made it."""
+    async def _says_which_process(self, decode: str, engine_id: str) -> bool:
+        """Drops what is on file where D is seen to be another process. Returns `False` where that is not to be known."""
         processes = self.fleet.processes
+        processes.warn_of_fixed(decode, engine_id)
+        asked = processes.asked(decode)
         began = await process_began(self.client, decode)
-        if not processes.is_another(decode, began):
-            processes.confirmed(decode)
-            return
-        if (engine_id := self.fleet.engine_id(decode)) is not None:
-            await self._forget_process_later(decode, self.ledger.drop_engine(decode, engine_id))
-        processes.replaced(decode, began)
+        verdict = processes.verdict(decode, began, engine_id)
+        if verdict is Verdict.SAME:
+            processes.confirmed(decode, asked)
+        elif verdict is Verdict.ANOTHER and began is not None:
+            await self._void_process(decode, began, engine_id)
+        else:
+            processes.showed(decode, began)
+            return False
+        return True
+
+    async def note_began(self, engine: Engine) -> None:
+        """An engine has been described again: what is on file there is void unless it is the process that made it."""
+        began = engine.started_at
+        if engine.role is Role.DECODE and began is not None and began != self.fleet.processes.began(engine.url):
+            await self._void_process(engine.url, began)
+
+    async def _void_process(self, decode: str, began: float, engine_id: str = "") -> None:
+        """Drops what D's process before the one that `began` then has made. It is gone with that process; where nobody knew when
+        that one began, it may be the same, and what it holds is released."""
+        fleet = self.fleet
+        known = fleet.processes.is_known(decode)
+        fleet.processes.void(decode)  # until all is dropped, the doubt stays
+        for made_by in filter(None, {fleet.engine_id(decode), wire.process_of(engine_id)}):
+            dropped = await arrived(self.ledger.drop_engine(decode, made_by))
+            if known:
+                self._forget_process(decode, dropped)
+            else:
+                self._end(dropped, why=Cause.UNUSABLE)
+        fleet.replaced(decode, began)
 
     def look_after_engines(self) -> None:
         """Has engines probed that are shut out."""

@@ -170,9 +170,8 @@ class Run:
                 taken = found if isinstance(found, Taken) else await found
                 router.retention.took(taken)
                 return Took(taken)
-            case Check(prefill, decode):
-                await self._router.check(prefill, decode)
-                return Checked()
+            case Check(prefill, decode, engine_id):
+                return Checked(await self._router.check(prefill, decode, engine_id))
             case Call(leg, engine, path, body, timeout_s):
                 call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s)
                 tokens = self._turn.computes if leg is Leg.PREFILL else 0

@@ -68,6 +68,7 @@ from .hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
 from .placement import NoEngine, Picks, Placement, Prompt, first_engine, needs_ids, pick_engines, place, why_moved
+from .processes import Asked
 from .report import Proof, Reason, ReuseReport, Route
 from .retention import Reserved
 from .stream import StreamFilter, stream_filter
@@ -88,6 +89,7 @@ _RIDING = 256
 
 
 _NOTHING_TAKEN = Taken()
+_NOT_ASKED = Asked()
 _NO_IDS = msgspec.Raw(b"null")
 _NO_PROMPT = Prompt(0)
 
@@ -144,6 +146,8 @@ class Turn:
     """Why nobody can use the shared handle any more."""
     restarts: int = 0
     """Of the decode engine that holds what was taken, as they were known when it was taken."""
+    asked: Asked = _NOT_ASKED
+    """What was known of D when it was asked."""
     checked: frozenset[tuple[str, str]] = frozenset()
     """Pairs of P and D that this turn had checked."""
     token_ids: tuple[int, ...] | None = None
@@ -305,7 +309,7 @@ class Turn:
         """Decides where the turn runs, and goes there. `picks` are the engines that were just picked for what was taken."""
         if self.spare is not None and self.fleet.is_down(self.spare.decode):
             self.failure = self.failure or Reason.DECODE_FAILED
-        if self.spare is not None and self.restarts != self.fleet.processes.restarts(self.spare.decode):
+        if self._is_outlived():
             self.void = self.failure = Reason.ENGINE_CHANGED
         readable = self.spare is not None and self.spare.decode not in self.failed_on and self.failure is None
         taken = self.taken
@@ -335,19 +339,17 @@ class Turn:
         if placement.route is Route.WARM and self.spare is not None:
             pair = (placement.prefill.url, self.spare.decode)
             unknown = self.config.check_pairs and not self.fleet.is_checked(*pair)
-            if pair not in self.checked and (unknown or self._may_have_restarted(placement, self.spare)):
+            # One of ours fences its leases against an earlier process's by itself.
+            engine_id = "" if placement.proof is Proof.CONNECTOR else self.spare.handle.engine_id
+            in_doubt = bool(engine_id) and self.fleet.processes.in_doubt(self.spare.decode, engine_id)
+            if pair not in self.checked and (unknown or in_doubt):
                 self.checked |= {pair}
-                return Checking(self, placement, placement.prefill, self.spare.decode), ()
+                return Checking(self, placement, placement.prefill, self.spare.decode, engine_id), ()
             if placement.proof is Proof.CONNECTOR:
                 offered = self.spare.tokens
         self.draft["offered"] = offered
         self._goes(placement, now)
         return Prefilling(self, placement, placement.prefill, now), ()
-
-    def _may_have_restarted(self, placement: Placement, held: Held) -> bool:
-        """Whether D is to be asked which process it is. One of ours fences its leases against an earlier process's by itself."""
-        by_connector = placement.proof is Proof.CONNECTOR
-        return not by_connector and self.fleet.processes.in_doubt(held.decode, held.handle.engine_id)
 
     def _goes(self, placement: Placement, now: float) -> None:
         """The placement is final: it is part of the engines' load, and of the report."""
@@ -380,6 +382,7 @@ class Turn:
     def decoding(self, placement: Placement, prefilled: wire.Handle | None) -> Decoding:
         """D is next. One that runs our connector takes along the leases that are due there."""
         decode = placement.decode
+        self.asked = self.fleet.processes.asked(decode.url)
         self.reserve(placement)
         if decode.connector is None:
             return Decoding(self, placement, prefilled)
@@ -427,6 +430,7 @@ class Turn:
         if engine is None:
             return self.refuse(None, 503, "no decode engine is left to try", Leg.DECODE, now, give_back)
         placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
+        self.asked = self.fleet.processes.asked(engine.url)
         self.reserve(placement)
         return Decoding(self, placement, None, as_it_is=True), give_back
 
@@ -460,10 +464,11 @@ class Turn:
     # --- handles
 
     def give_back(self) -> Actions:
-        """The handle taken goes back, where no engine was sent it."""
+        """The handle taken goes back, where no engine was sent it; one that is void is noted so."""
         if self.spare is None:
             return ()
-        given = GiveBack(self.key, self.taken)
+        void = Reason.ENGINE_CHANGED if self._is_outlived() else self.void
+        given = GiveBack(self.key, self.taken) if void is None else Lost(self.key, self.taken, void)
         self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (given,)
 
@@ -478,11 +483,23 @@ class Turn:
 
     def unfinished(self) -> Actions:
         """The turn ends without an answer: the handle taken goes back, or is noted as used up or void."""
-        if self.taken.held is None or (self.spare is not None and self.void is None):
+        if self.taken.held is None or self.spare is not None:
             return self.give_back()
         lost = Lost(self.key, self.taken, self.void or self.failure or Reason.NO_HANDLE)
         self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (lost,)
+
+    def _is_outlived(self) -> bool:
+        """Whether the process that made the handle taken has been replaced since."""
+        return self.spare is not None and self.restarts != self.fleet.processes.restarts(self.spare.decode)
+
+    def doubted(self) -> Actions:
+        """Nobody knows whose the handle taken is: this turn does not read it, nor does another. It is released, since D may be
+        what it was."""
+        spare = self.spare
+        self.void = self.failure = Reason.ENGINE_CHANGED
+        released = () if spare is None or spare.shared else self.release_held(spare)  # the ledger releases a shared one
+        return (*released, *self.unfinished())
 
     def release(self, handle: wire.Handle | None, decode: Engine) -> Actions:
         """Has the blocks of D's handle freed."""
@@ -536,8 +553,13 @@ class Turn:
         """Files what D left, or has it freed. `generated` and `ran` are the ids that D says it made and was given."""
         decode = placement.decode
         actions: Actions = ()
-        if handle is not None and (before := self.fleet.saw_engine_id(decode, handle.engine_id)):
-            actions = (DropEngine(decode.url, before),)
+        outlived = handle is not None and self.fleet.is_outlived(decode.url, handle.engine_id, self.asked)
+        if handle is not None and not outlived:
+            before = self.fleet.saw_engine_id(decode, handle.engine_id, self.asked)
+            if before is not None:
+                actions = (DropEngine(decode.url, before),)
+        if self._is_outlived():
+            self.void = Reason.ENGINE_CHANGED
         if ran is not None and self.token_ids is not None and ran is not self.token_ids and ran != self.token_ids:
             self.fleet.note_ids_ignored()
             self.token_ids = None
@@ -548,7 +570,7 @@ class Turn:
         held = self._held(handle, decode, generated, now)
         missing = None
         keeps = self._leaves_something
-        if held is not None and self._is_never_sure(held):
+        if held is not None and (outlived or self._is_never_sure(held)):
             actions += self.release(handle, decode)
             held, missing = None, Reason.ENGINE_CHANGED
         elif held is not None and self._unwanted(held, now):
@@ -557,7 +579,7 @@ class Turn:
         elif held is None:
             actions += self.release(handle, decode)
             missing = Reason.NO_PROOF if handle else self.void or self.failure or Reason.NO_HANDLE
-        if held is None and keeps and (kept := self._kept(placement)):
+        if held is None and keeps and self.void is None and (kept := self._kept(placement)):
             held, missing = kept, None
         elif self.void is not None:
             actions += self.unfinished()
@@ -588,7 +610,11 @@ class Turn:
         return Kept.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
 
     def _is_never_sure(self, held: Held) -> bool:
-        return not held.leased and self.fleet.processes.is_never_sure(held.decode, held.handle.engine_id)
+        if held.leased:
+            return False
+        processes, engine_id = self.fleet.processes, held.handle.engine_id
+        processes.warn_of_fixed(held.decode, engine_id)
+        return processes.is_never_sure(held.decode, engine_id)
 
     def _unwanted(self, held: Held, now: float) -> bool:
         """Whether nothing will come that could read the handle in its time."""
@@ -903,21 +929,25 @@ class Closing(msgspec.Struct, frozen=True):
 
 
 class Checking(msgspec.Struct, frozen=True):
-    """Nobody has read from this D by way of this P yet, and a P without bi-directional mode would hang."""
+    """Nobody has read from this D by way of this P yet, and a P without bi-directional mode would hang; or D may be another
+    process than the one that made the handle."""
 
     turn: Turn
     placement: Placement
     prefill: Engine
     decode: str
+    engine_id: str
 
     @property
     def need(self) -> Check:
-        return Check(self.prefill, self.decode)
+        return Check(self.prefill, self.decode, self.engine_id)
 
     def next(self, event: Event, now: float) -> Step:
         match event:
-            case Checked():
-                return self.turn.placed(now)
+            case Checked(sure):
+                doubted = () if sure else self.turn.doubted()
+                state, actions = self.turn.placed(now)
+                return state, (*doubted, *actions)
             case Took() | Answered() | Opened() | Chunk() | Ended() | Failed():
                 raise UnexpectedEvent(self, event)
             case _:

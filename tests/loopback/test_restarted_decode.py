@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from backhaul_connector.loopback import LoopbackEngine
 from backhaul_router.doctor import Severity, diagnose
+from backhaul_router.fleet import Role
 from backhaul_router.ledger import MemoryLedger
 from backhaul_router.report import Reason, Route
+from backhaul_router.router import Router
 from router_turns import STORY, Cluster, first_turn, opening, run_cluster, system, user
 
 NO_CACHE = {"prefix_caching": False}
@@ -75,11 +77,91 @@ async def test_where_nobody_can_tell_nothing_is_kept(what: str, monkeypatch: pyt
 
 async def test_what_was_filed_before_an_engine_stopped_telling_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
-        cluster.pinned_until_ttl = True  # what is not known to be there is not released
         history = await first_turn(cluster)
         monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
         report = await asked(cluster, history)
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
+
+
+async def test_an_engine_that_once_does_not_say_costs_the_turn_that_asked_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
+        histories = {name: await first_turn(cluster, conversation=name) for name in "ab"}
+        with monkeypatch.context() as slow:
+            slow.setattr("backhaul_router.probe.start_of", lambda page: None)
+            report = await asked(cluster, histories["a"], conversation="a")
+        assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
+        for name, history in histories.items():
+            again = await asked(cluster, [*history, user("Third. " + STORY)], conversation=name)
+            assert again.route is Route.WARM
+
+
+@pytest.mark.parametrize("says", [True, False])
+async def test_one_that_is_added_again_after_a_restart_is_another_process(
+    says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
+        history = await first_turn(cluster)
+        await cluster.router.drain_engine(cluster.d.url)
+        await restart(cluster.d, cluster)
+        await cluster.reconnected()
+        with monkeypatch.context() as silent:
+            if not says:
+                silent.setattr("backhaul_router.probe.start_of", lambda page: None)
+            await cluster.router.add_engine(Role.DECODE, cluster.d.url)
+        left = await cluster.router.drain_engine(cluster.d.url)
+        assert left.handles == (0 if says else 1)
+        report = await asked(cluster, history)
+        assert (report.route, report.reason, report.retries) == (Route.COLD, Reason.ENGINE_CHANGED, 0)
+
+
+async def test_one_that_begins_to_say_when_it_began_is_sure_from_when_it_is_added_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as silent:
+        silent.setattr("backhaul_router.probe.start_of", lambda page: None)
+        async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
+            history = await first_turn(cluster)
+            silent.undo()
+            await cluster.router.add_engine(Role.DECODE, cluster.d.url)
+            await asked(cluster, history)
+            assert (await asked(cluster, [*history, user("Third. " + STORY)])).route is Route.WARM
+
+
+async def test_what_is_dropped_of_a_process_that_may_be_the_same_is_released() -> None:
+    """Its id was new, so when it began was not known: added again, it says so for the first time."""
+    async with run_cluster(p=NO_CACHE) as cluster:
+        await first_turn(cluster)
+        await restart(cluster.d, cluster)
+        await cluster.reconnected()
+        history = await first_turn(cluster, conversation="other")
+        await cluster.router.settled()
+        await cluster.router.add_engine(Role.DECODE, cluster.d.url)
+        await cluster.until(lambda: not cluster.d.usage)
+        assert (await asked(cluster, history, conversation="other")).route is Route.COLD
+
+
+async def test_it_is_asked_too_where_the_pair_has_not_been_checked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Router, "_check_before_it_is_needed", lambda router, branch: None)
+    async with run_cluster(p=NO_CACHE, d=FIXED, check_pairs=True) as cluster:
+        history = await first_turn(cluster)
+        await restart(cluster.d, cluster)
+        report = await asked(cluster, history)
+        assert (report.route, report.reason, report.retries) == (Route.COLD, Reason.ENGINE_CHANGED, 0)
+
+
+async def test_with_several_api_servers_one_new_handle_tells_that_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their pages do not say when the engine began; its random id does."""
+    monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+    async with run_cluster(p=NO_CACHE) as cluster:
+        histories = {name: await first_turn(cluster, conversation=name) for name in "ab"}
+        cluster.router.fleet.processes.doubt(cluster.d.url)
+        report = await asked(cluster, histories["a"], conversation="a")
+        assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
+        assert (await asked(cluster, histories["b"], conversation="b")).route is Route.WARM
 
 
 async def test_after_a_refused_connection_nobody_tries_to_read_what_is_gone() -> None:

@@ -30,7 +30,7 @@ from backhaul_router.fleet import Fleet, Holder
 from backhaul_router.ledger import Held, Taken
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.turn import Taking
-from core_values import D1, D2, P1, P2, encoded, engine, facts, fleet, leased, params, says
+from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
     BODY,
     DONE,
@@ -490,7 +490,7 @@ def test_a_stock_prefill_engine_asks_for_a_lease_that_one_read_ends() -> None:
 def test_a_stock_pair_is_checked_before_it_is_first_read_from() -> None:
     turn = Drive(history(), check_pairs=True)
     turn.feed(Answered(200, JSON, encoded({"token_ids": list(PROMPT), "features": None})))
-    assert turn.need == Check(engine(P1), D1)
+    assert turn.need == Check(engine(P1), D1, ENGINE_ID)
     turn.fleet.note_pair(P1, D1, None)
     turn.feed(Checked())
     assert turn.body["kv_transfer_params"]["remote_request_id"] == OLD
