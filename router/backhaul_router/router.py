@@ -293,6 +293,10 @@ class Router:
         """Does not ask an engine any more that has not answered yet. Returns whether there was one."""
         return self._absent.pop(url, None) is not None
 
+    def expect_absent(self, url: str, role: Role) -> None:
+        """Asks an engine that is not there from time to time, as a configured one that has not answered."""
+        self._absent[url] = role
+
     @property
     def absent(self) -> Mapping[str, Role]:
         """Configured engines that have not answered yet."""
