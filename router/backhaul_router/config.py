@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class RouterConfig:
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
             raise ConfigError(f"retained_tokens_budget={budget!r}: a number of tokens, 0 or more, or None")
         for field in _SECONDS:
-            if not getattr(self, field) > 0:
+            if not 0 < getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}={getattr(self, field)}: a number of seconds above 0")
         for field in _COUNTS:
             if getattr(self, field) < 1:

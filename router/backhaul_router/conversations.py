@@ -168,7 +168,14 @@ class Conversations:
         `ValueError` where nobody has any."""
         if len(self._tenants) == 1:
             return next(iter(self._tenants))
-        return max(self._tenants, key=lambda one: self._tenants[one].count + (more if one == growing else 0))
+
+        def size(
+            tenant: str,
+        ) -> tuple[int, bool]:  # of equal ones not the one that grows: its only one may be the new one
+            grows = tenant == growing
+            return self._tenants[tenant].count + more * grows, not grows
+
+        return max(self._tenants, key=size)
 
     def silent(self, now: float, for_s: float) -> Conversation | None:
         """One that was silent for longer than that, of any tenant."""

@@ -39,6 +39,17 @@ _OF_TURNS = LIVE & {field.name for field in dataclasses.fields(RouterConfig)}
 _LOOK_S = 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """An engine as it was before a reload added it."""
+
+    url: str
+    known: bool
+    draining: bool
+    leaving: bool
+    absent: Role | None
+
+
 class Reload:
     """Of one application. `load` reads the configuration anew, and raises `ConfigError`."""
 
@@ -59,15 +70,15 @@ class Reload:
             after.check_files()
             await self._app.router.connect()
             added, removed = _new(before, after), _new(after, before)
-            undo: list[tuple[str, bool]] = []
+            undo: list[_Before] = []
             try:
                 for url, role in added.items():
                     undo.append(await self._add(role, url))
                 if self._tls is not None and after.server.tls_cert is not None:
                     load_certificate(self._tls, after.server.tls_cert, after.server.tls_key)
             except BaseException:
-                for url, was_known in undo:
-                    await self._take_back(url, was_known=was_known)
+                for engine in undo:
+                    await self._take_back(engine)
                 raise
             self._apply(after)
             draining = [url for url in removed if await self._leave(url)]
@@ -103,19 +114,34 @@ class Reload:
         app.admin.set_key(after.admin_key)
         self._settings = in_force(self._settings, after)
 
-    async def _add(self, role: Role, url: str) -> tuple[str, bool]:
-        fleet = self._app.router.fleet
-        was_known = fleet.get(url) is not None
-        await self._app.router.add_engine(role, url)
+    async def _add(self, role: Role, url: str) -> _Before:
+        router = self._app.router
+        before = _Before(
+            url,
+            known=router.fleet.get(url) is not None,
+            draining=url in router.fleet.draining,
+            leaving=url in self._leaving,
+            absent=router.absent.get(url),
+        )
+        await router.add_engine(role, url)
         if (leaving := self._leaving.pop(url, None)) is not None:
             leaving.cancel()
-        return url, was_known
+        return before
 
-    async def _take_back(self, url: str, *, was_known: bool) -> None:
-        if was_known:
+    async def _take_back(self, before: _Before) -> None:
+        """Has an engine be again what it was. One that was removed by hand meanwhile stays away."""
+        router, url = self._app.router, before.url
+        if router.fleet.get(url) is None:
+            return
+        if before.leaving:
             await self._leave(url)
+        elif before.known:
+            if before.draining:
+                router.fleet.drain(url)
         else:
-            await self._app.router.remove_engine(url, within_s=0)
+            await router.remove_engine(url, within_s=0)
+            if before.absent is not None:
+                router.expect_absent(url, before.absent)
 
     async def _leave(self, url: str) -> bool:
         """Drains an engine, which is then taken out. Returns whether it is there."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import random
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol, assert_never
 from urllib.parse import unquote
 
@@ -38,6 +35,7 @@ from .effects import (
 from .engine_changes import Draining
 from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
 from .errors import ConfigError, error_event
+from .filing import Filing, Left, note
 from .fleet import Engine, Fleet, Holder, Role, check_fit
 from .hints import NO_HINTS, HintError, Hints, read_hints
 from .http_client import HttpClient
@@ -168,7 +166,7 @@ class Router:
         """Conversations by the ids of the responses that their turns were answered with."""
         self._ledger: Ledger = open_ledger(config, clock)
         self._retention = Retention(config.retained_tokens_budget, config.one_shot_s)
-        self._unsettled: deque[Callable[[], None]] = deque()
+        self._filing = Filing(self._ledger, self._retention)
         self.suspects = Suspects()
         self.on_report = on_report
         self._fleet: Fleet | None = None
@@ -191,15 +189,13 @@ class Router:
     @property
     def ledger(self) -> Ledger:
         """Histories and handles, with what every turn has left whose answer has been given."""
-        if self._unsettled:
-            self._settle_all()
+        self._filing.file_all()
         return self._ledger
 
     @property
     def retention(self) -> Retention:
         """What decode engines keep for this router, likewise."""
-        if self._unsettled:
-            self._settle_all()
+        self._filing.file_all()
         return self._retention
 
     @property
@@ -298,6 +294,10 @@ class Router:
     def forget_absent(self, url: str) -> bool:
         """Does not ask an engine any more that has not answered yet. Returns whether there was one."""
         return self._absent.pop(url, None) is not None
+
+    def expect_absent(self, url: str, role: Role) -> None:
+        """Asks an engine that is not there from time to time, as a configured one that has not answered."""
+        self._absent[url] = role
 
     @property
     def absent(self) -> Mapping[str, Role]:
@@ -561,7 +561,7 @@ class Router:
 
     async def settled(self) -> None:
         """Returns when the releases that this event loop has begun are done."""
-        self._settle_all()
+        self._release_all_left()
         if self._leases is not None:
             self._leases.hurry()
         loop = asyncio.get_running_loop()
@@ -570,7 +570,7 @@ class Router:
 
     async def aclose(self) -> None:
         """Releases every handle of this router, but those that it shares with others, and closes the connections."""
-        self._settle_all()
+        self._release_all_left()
         if self._leases is not None:
             self.pairs.close()
             if self._prober is not None:
@@ -734,12 +734,7 @@ class Router:
                 retention = self.retention
                 self._drop(self.ledger.lost(key, taken, reason), lambda dropped: retention.lost(taken, dropped))
             case Settle():
-                settle = partial(self._settle, action, self.clock(), pause_s)
-                if self._ledger.shared:  # the next turn may come to another router at once
-                    settle()
-                else:
-                    self._unsettled.append(settle)
-                    asyncio.get_running_loop().call_soon(self._settle_all)
+                self._leave(Left(action, self.clock(), pause_s))
             case DropEngine(decode, engine_id):
                 self._forget_process(decode, self.ledger.drop_engine(decode, engine_id))
             case NoteResponse(response, conversation, tenant):
@@ -753,33 +748,34 @@ class Router:
             case _:
                 assert_never(action)
 
-    def _settle_all(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # what is released needs one; the turn's own does it
+    def _leave(self, left: Left) -> None:
+        """Files what a turn left. On a shared ledger at once: the next turn may come to another router."""
+        settle = left.settle
+        if not self._ledger.shared:
+            self._filing.add(left)
+            asyncio.get_running_loop().call_soon(self._release_left, left)
             return
-        unsettled = []
-        with contextlib.suppress(IndexError):  # another thread may take some
-            while True:
-                unsettled.append(self._unsettled.popleft())
-        for settle in unsettled:
-            try:
-                settle()
-            except Exception as error:  # noqa: BLE001
-                # Whoever looked has nothing to do with it, and the turn has been answered.
-                loop.call_exception_handler({"message": "what a turn left could not be filed", "exception": error})
+        dropped = self._ledger.settle(settle.key, settle.taken, settle.branch, left.now)
+        self._drop(dropped, lambda dropped: note(self._retention, left, dropped), ride=True)
+        self._follow(settle.branch)
 
-    def _settle(self, settle: Settle, now: float, pause_s: float | None) -> None:
-        retention, branch = self._retention, settle.branch
+    def _release_left(self, left: Left) -> None:
+        if not self._filing.take(left):
+            return
+        if left.fault is not None:
+            context = {"message": "what a turn left could not be filed", "exception": left.fault}
+            asyncio.get_running_loop().call_exception_handler(context)
+            return
+        self._drop(left.dropped, ride=True)
+        self._follow(left.settle.branch)
 
-        def settled(dropped: tuple[Held, ...]) -> None:
-            retention.settled(settle.key, settle.taken, branch, dropped, now)
+    def _release_all_left(self) -> None:
+        for left in self._filing.all():
+            self._release_left(left)
 
-        self._drop(self._ledger.settle(settle.key, settle.taken, branch, now), settled, ride=True)
+    def _follow(self, branch: Branch) -> None:
         self._sweep_in_time(branch)
         self._check_before_it_is_needed(branch)
-        if pause_s is not None and branch.held is not None:
-            retention.paused((branch.held.name,), now, pause_s)
 
     def _forget_process(self, decode: str, dropped: Dropped) -> None:
         if isinstance(dropped, tuple):

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from .worker_arrivals import Arrivals
 from .worker_link import (
     Answers,
     Ask,
@@ -37,7 +38,9 @@ LIMIT_S = 2.0
 _PARENT_S = 5.0
 """The parent's own share."""
 _ACCEPT_S = 1.0
-"""For TLS handshakes that have begun when a worker is to end."""
+"""For connections that have come when a worker is to end, where it has no descriptors for them, and for TLS handshakes."""
+_READ_S = 0.05
+"""For requests on connections that have just come: where none has been read, a connection is closed at the end."""
 _READ_BYTES = 256 * 1024
 _GONE = "the process that looks after the workers is gone, and this one is about to end"
 
@@ -80,9 +83,10 @@ class Team:
         self.number = number
         self.members = list(members)
         self._link = link
-        self._connections = connections
+        self._arrivals = Arrivals(connections, number, self._serve)
         self._accepting: set[asyncio.Task[None]] = set()
         self._work: dict[str, Work] = {}
+        self._if_it_fails: dict[str, Any] = {}
         self._asked: dict[int, asyncio.Future[Answers]] = {}
         self._count = 0
         self._server: Server | None = None
@@ -95,9 +99,11 @@ class Team:
     def __repr__(self) -> str:
         return f"<Team, worker {self.number}>"
 
-    def does(self, kind: str, work: Work) -> None:
-        """This is how the worker answers questions of that kind."""
+    def does(self, kind: str, work: Work, *, if_it_fails: Any = None) -> None:
+        """This is how the worker answers questions of that kind. `if_it_fails`: the answer when `work` raises something; else
+        there is none, and the worker counts as missing."""
         self._work[kind] = work
+        self._if_it_fails[kind] = if_it_fails
 
     # --- its life
 
@@ -116,8 +122,7 @@ class Team:
 
     def serves(self, url: str) -> None:
         """Connections are served."""
-        self._connections.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._connections, self._accept)
+        self._arrivals.begin()
         self._send(Ready(url))
 
     def leave(self) -> None:
@@ -125,27 +130,23 @@ class Team:
         if not self._gone:
             self._send(Leave())
 
-    def _accept(self) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         assert self._server is not None
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                data, descriptors, _, _ = socket.recv_fds(self._connections, 1, 1)
-                for descriptor in descriptors:
-                    task = self._spawn(self._server.accept(socket.socket(fileno=descriptor)))
-                    self._accepting.add(task)
-                    task.add_done_callback(self._accepting.discard)
-                if not data:  # nobody is at the other end any more
-                    asyncio.get_running_loop().remove_reader(self._connections)
-                    return
+        task = self._spawn(self._server.accept(connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
 
     async def _end(self) -> None:
         """When what is on the way here has arrived."""
         assert self._server is not None
         self._server.end_soon()
-        self._accept()
-        asyncio.get_running_loop().remove_reader(self._connections)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ACCEPT_S):
+                await self._arrivals.taken()
+        self._arrivals.end()
         if self._accepting:
             await asyncio.wait(self._accepting, timeout=_ACCEPT_S)
+        await asyncio.sleep(_READ_S)
         self._server.end()
 
     def failed(self, message: str) -> None:
@@ -155,6 +156,7 @@ class Team:
 
     async def aclose(self) -> None:
         """Asks and answers nothing any more."""
+        self._arrivals.end()
         for task in (tasks := list(self._tasks)):
             task.cancel()
         if tasks:
@@ -229,10 +231,15 @@ class Team:
         finally:
             del self._asked[number]
         if answers.missing:
-            log.warning("workers that have not answered within %g s: %s", limit_s, answers.missing)
+            log.warning("workers that have failed, or not answered within %g s: %s", limit_s, answers.missing)
         return answers
 
     async def _answer(self, do: Do) -> None:
         await self._connected.wait()
-        answer = await self._work[do.kind](do.what)
-        self._send(Said(do.question, answer.good, answer.value, answer.members))
+        try:
+            answer = await self._work[do.kind](do.what)
+            self._send(Said(do.question, answer.good, answer.value, answer.members))
+        except Exception:  # whoever asks would wait for nothing, and changes for each other
+            log.exception("worker %d cannot answer (%s), and Backhaul is at fault", self.number, do.kind)
+            instead = self._if_it_fails.get(do.kind)
+            self._send(Said(do.question, good=False, value=instead, failed=instead is None))

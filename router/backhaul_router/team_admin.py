@@ -37,6 +37,8 @@ _CHANGES = {
     ("DELETE", "/engines"): _CHANGE,
     ("POST", "/reload"): RELOAD,
 }
+_BROKEN = Answer.error(500, "an internal error of the worker; its log has the details", "internal_error")
+_FAILED = [_BROKEN.status, _BROKEN.value]
 _STATES = ("removing", "down", "absent", "failing", "draining", "available")
 """From the least able to take a turn."""
 
@@ -63,8 +65,8 @@ class TeamAdmin:
         self._team = team
         self._app = app
         team.does("engines", self._do_list)
-        team.does(_CHANGE, self._do_change)
-        team.does(RELOAD, self._do_change)
+        for kind in (_CHANGE, RELOAD):
+            team.does(kind, self._do_change, if_it_fails=_FAILED)
 
     async def answer(self, method: str, path: str, query: Query, body: bytes) -> Answer:
         """The answer to a client that is not refused. Raises `TeamError`."""

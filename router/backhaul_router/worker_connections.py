@@ -20,6 +20,7 @@ log = logging.getLogger("backhaul")
 _AT_ONCE = 32
 """Connections, before anything else is looked at."""
 _RETRY_S = 0.05
+_LOOK_S = 0.005
 
 
 class Connections:
@@ -48,27 +49,57 @@ class Connections:
         self._accepts = can
         self.try_again_at = None if self._unplaced is None else time.monotonic() + _RETRY_S
 
-    def close(self, selector: selectors.BaseSelector) -> None:
-        """Hands out what has come, and listens no more. May be called again."""
+    def close(self, selector: selectors.BaseSelector, *, within_s: float) -> None:
+        """Hands out all that has come, as far as it can be done within `within_s` seconds, and listens no more. May be called
+        again."""
+        if self._closed:
+            return
         if self._accepts:
-            self._accept(selectors.EVENT_READ)
             selector.unregister(self._listener)
             self._accepts = False
+        if self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            self._hand_out_all(time.monotonic() + within_s)
+        if self._unplaced is not None and within_s:
+            log.error("connections that have come are cut: no worker takes them")
+        self.close_copy()
+        self._listener.close()
+        self._closed = True
+
+    def close_copy(self) -> None:
+        """Closes this process's descriptor of what no worker had room for, as one has to that was forked."""
         if self._unplaced is not None:
             self._unplaced.close()
             self._unplaced = None
-        self._listener.close()
-        self._closed = True
+
+    def _hand_out_all(self, until: float) -> None:
+        while time.monotonic() < until:
+            try:
+                if self._unplaced is None:
+                    self._unplaced, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                _report(error)
+                continue
+            if self._hand_out(self._unplaced):
+                self._unplaced = None
+            elif any(place.takes for place in self._places):
+                time.sleep(_LOOK_S)
+            else:
+                return
 
     def _accept(self, _: int) -> None:
         for _ in range(_AT_ONCE if self._accepts else 0):  # a signal may just have ended it
             try:
                 connection, _peer = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
+            except BlockingIOError:
                 return
+            except ConnectionAbortedError:
+                continue
             except OSError as error:
-                log.error("a connection cannot be accepted: %s", error.strerror)  # noqa: TRY400
-                time.sleep(_RETRY_S)  # where there are no descriptors left, it would be tried all the time
+                _report(error)
                 return
             if not self._hand_out(connection):
                 self._unplaced = connection
@@ -86,3 +117,8 @@ class Connections:
                 connection.close()
                 return True
         return False
+
+
+def _report(error: OSError) -> None:
+    log.error("a connection cannot be accepted: %s", error.strerror)
+    time.sleep(_RETRY_S)  # where there are no descriptors left, it would be tried all the time

@@ -73,6 +73,8 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     good: bool
     value: Any = None
     members: list[Member] | None = None
+    failed: bool = False
+    """The worker has no answer: something went wrong there, which its log has."""
 
 
 class Answers(msgspec.Struct, frozen=True, tag="answers"):
@@ -81,7 +83,7 @@ class Answers(msgspec.Struct, frozen=True, tag="answers"):
     number: int
     answers: dict[int, Any]
     missing: list[int]
-    """They were asked, and did not answer in time."""
+    """They were asked, and did not answer in time, or failed."""
     workers: list[Worker]
 
 

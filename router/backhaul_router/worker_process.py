@@ -16,6 +16,8 @@ MOST_FAILURES = 8
 """In a row, of each worker while none serves: then the parent gives up."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_MOST_DOUBLINGS = 10
+"""After which it is longer than the longest."""
 _TEN_CONNECTIONS = 8192
 """Bytes that they take up in a socket's buffer, roughly."""
 _READ_BYTES = 256 * 1024
@@ -105,7 +107,7 @@ class Restarts:
         """How long to wait, after one that had served for so long."""
         if served_s > STEADY_S:
             self.failures = 0
-        pause_s = min(_FIRST_PAUSE_S * 2.0**self.failures, _LONGEST_PAUSE_S)
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(self.failures, _MOST_DOUBLINGS), _LONGEST_PAUSE_S)
         self.failures += 1
         return pause_s
 

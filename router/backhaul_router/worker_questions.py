@@ -24,6 +24,7 @@ class _Question:
     until: float
     answers: dict[int, Any] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
     spread: bool = False
     """Of a change: the one that asks has made it, and the others are told."""
 
@@ -74,7 +75,10 @@ class Questions:
         if question is None:
             return
         question.waiting.discard(place.number)
-        question.answers[place.number] = said.value
+        if said.failed:
+            question.failed.add(place.number)
+        else:
+            question.answers[place.number] = said.value
         if question.ask.whom is Whom.UNTIL_ONE and said.good:
             question.waiting.clear()
         if question.ask.whom is Whom.CHANGE and not question.spread and said.good:
@@ -117,7 +121,8 @@ class Questions:
         del self._open[question.number]
         if question.asker.process is question.by:
             workers = [place.shown for place in self._places]
-            question.by.send(Answers(question.ask.number, question.answers, sorted(question.waiting), workers))
+            missing = sorted(question.waiting | question.failed)
+            question.by.send(Answers(question.ask.number, question.answers, missing, workers))
         if question.ask.whom is not Whom.CHANGE:
             return
         while self._changes:

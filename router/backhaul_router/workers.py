@@ -38,6 +38,8 @@ log = logging.getLogger("backhaul")
 
 _CLEANUP_S = 15.0
 """For releases and the like, once requests have ended."""
+_HAND_OUT_S = 1.0
+"""For connections that have come by the end, where workers are slow to take them."""
 
 Load = Callable[[], Settings]
 
@@ -136,7 +138,7 @@ class _Parent:
 
     def _end(self, how: How) -> None:
         self._end_at = None
-        self._connections.close(self._selector)
+        self._connections.close(self._selector, within_s=0.0 if how is How.NOW else _HAND_OUT_S)
         self._tell(how)
         patience_s = _CLEANUP_S if how is How.NOW else max(1, self._settings.server.grace_s) + _CLEANUP_S
         self._kill_at = time.monotonic() + patience_s
@@ -187,6 +189,7 @@ class _Parent:
             for place in self._places:
                 if place.process is not None:
                     place.process.close()
+            self._connections.close_copy()
             logs.name_worker(number)
             status = _work(
                 self._listener, self._settings, self._load, Team(link, connections, number, self._questions.members)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,11 +58,37 @@ async def test_a_turn_that_follows_at_once_finds_it(cluster: Cluster, filed: lis
     assert again.reused.route is Route.WARM
 
 
-async def test_a_thread_without_a_loop_leaves_it_to_the_turns_own(cluster: Cluster, filed: list[str]) -> None:
+async def test_so_does_whoever_looks_from_a_thread_without_a_loop(cluster: Cluster, filed: list[str]) -> None:
     await cluster.ask({"messages": [user(STORY)]})
-    looked = asyncio.to_thread(lambda: cluster.router.ledger.shared)
-    assert await looked is False
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert len(elsewhere.submit(lambda: cluster.router.ledger.handles()).result()) == 1
     assert filed == ["c"]
+    await cluster.ask({"messages": [user("More. " + STORY)]})
+    with ThreadPoolExecutor(1) as elsewhere:
+        assert len(elsewhere.submit(lambda: cluster.router.retention.names()).result()) == 2
+    assert filed == ["c", "c"]
+
+
+async def test_nobody_sees_it_half_filed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = cluster.router.ledger
+    settle: Any = ledger.settle
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*left: Any) -> Any:
+        begun.set()
+        assert go_on.wait(5)
+        return settle(*left)
+
+    monkeypatch.setattr(ledger, "settle", slowly)
+    await cluster.ask({"messages": [user(STORY)]})
+    with ThreadPoolExecutor(2) as elsewhere:
+        first = elsewhere.submit(lambda: cluster.router.ledger)
+        assert begun.wait(5)
+        second = elsewhere.submit(lambda: len(cluster.router.ledger.handles()))
+        assert not second.done()
+        go_on.set()
+        first.result()
+        assert second.result() == 1
 
 
 async def test_what_cannot_be_filed_is_told_and_costs_nobody_else(cluster: Cluster, filed: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -304,6 +305,46 @@ async def test_where_anything_is_wrong_nothing_changes(pair: LoopbackPair, wrong
         assert answer.status_code == 400
         assert await engines(http) == before
         assert (await http.post(CHAT, json=body(pair))).status_code == 200
+
+
+@pytest.mark.parametrize("was", ["available", "draining", "leaving"])
+async def test_an_engine_that_a_refused_reload_names_stays_what_it_was(pair: LoopbackPair, was: str) -> None:
+    async with LoopbackEngine("decode") as other:
+        both, one = [pair.decode.url, other.url], [pair.decode.url]
+        async with reloadable(settings(pair, decode=both if was == "leaving" else one)) as (http, configuration):
+            if was == "leaving":
+                await until_turns_are_held_by(other, http, pair)
+                configuration.now = settings(pair)
+                assert (await http.post(f"{ADMIN}/reload")).json()["draining"] == [other.url]
+            else:
+                await http.post(f"{ADMIN}/engines", json={"role": "decode", "url": other.url})
+            if was == "draining":
+                await http.post(f"{ADMIN}/engines/drain", params={"url": other.url})
+            before = await engines(http)
+            configuration.now = settings(pair, decode=[*both, "http://127.0.0.1:9"])
+            assert (await http.post(f"{ADMIN}/reload")).status_code == 400
+            assert (before[other.url], await engines(http)) == ("draining" if was == "leaving" else was, before)
+
+
+async def until_turns_are_held_by(engine: LoopbackEngine, http: httpx2.AsyncClient, pair: LoopbackPair) -> None:
+    number = 0
+    async with asyncio.timeout(10):
+        while not engine.requests_to(CHAT):
+            number += 1
+            await http.post(CHAT, json=body(pair), headers={"X-Conversation-ID": f"c{number}"})
+
+
+async def test_an_engine_that_had_not_answered_is_asked_on_after_a_refused_reload(pair: LoopbackPair) -> None:
+    port = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{port.getsockname()[1]}"
+    port.close()
+    async with reloadable(settings(pair, prefill=[pair.prefill.url, url])) as (http, configuration):
+        before = await engines(http)
+        assert before[url] == "absent"
+        async with LoopbackEngine("decode", port=int(url.rpartition(":")[2])):
+            configuration.now = settings(pair, decode=[pair.decode.url, url, "http://127.0.0.1:9"])
+            assert (await http.post(f"{ADMIN}/reload")).status_code == 400
+            assert await engines(http) == before
 
 
 async def test_limits_change_while_turns_wait() -> None:

@@ -266,6 +266,23 @@ async def test_told_to_stop_all_workers_finish_their_requests() -> None:
             assert not any(map(running, pids.values()))
 
 
+async def test_requests_that_have_come_by_the_end_are_answered_however_many() -> None:
+    """More than the parent takes at once; it is stopped while they come, as it may have something else to do."""
+    with redis_server() as redis:
+        async with loopback_pair() as pair, two_workers(pair, redis) as two:
+            two.served.process.send_signal(signal.SIGSTOP)
+            clients = [await asyncio.open_connection("127.0.0.1", httpx2.URL(two.served.url).port) for _ in range(100)]
+            for _, writer in clients:
+                writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+            two.served.process.send_signal(signal.SIGTERM)
+            two.served.process.send_signal(signal.SIGCONT)
+            answers = await asyncio.gather(*(reader.readline() for reader, _ in clients), return_exceptions=True)
+            for _, writer in clients:
+                writer.close()
+            assert answers == [b"HTTP/1.1 200 OK\r\n"] * 100
+            assert (await two.served.stop())[0] == 0
+
+
 async def test_a_second_signal_does_not_wait_for_requests() -> None:
     with redis_server() as redis:
         async with loopback_pair(**SLOW) as pair, two_workers(pair, redis, "--grace-s", "600") as two:

@@ -105,6 +105,8 @@ def test_a_route_may_be_a_word() -> None:
         ("decode_timeout_s", -1),
         ("connect_timeout_s", float("nan")),
         ("max_idle_s", 0),
+        ("one_shot_s", float("inf")),
+        ("decoder_kv_blocks_ttl", float("inf")),
         ("max_body_bytes", 0),
         ("max_conversations", 0),
         ("max_branches", 0),

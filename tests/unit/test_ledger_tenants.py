@@ -68,6 +68,16 @@ def test_where_there_are_no_tenants_only_the_whole_counts() -> None:
     assert leave(ledger, "/4") == ["/1"]
 
 
+def test_of_tenants_with_one_each_the_newest_stays() -> None:
+    ledger = MemoryLedger(max_conversations=2)
+    leave(ledger, "c/1")
+    ledger.forget("1", "c")
+    leave(ledger, "a/1")
+    leave(ledger, "b/1")
+    assert len(leave(ledger, "c/2")) == 1
+    assert "c/2" in on_file(ledger)
+
+
 def test_calls_without_a_name_make_room_for_those_of_the_same_tenant() -> None:
     ledger = MemoryLedger(max_conversations=100, max_conversations_per_tenant=4)
     leave_unnamed(ledger, "b/quiet")

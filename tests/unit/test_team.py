@@ -158,6 +158,10 @@ def test_a_worker_that_keeps_ending_is_started_after_longer_and_longer_pauses() 
     assert (pauses[-1], restarts.hopeless) == (30.0, True)
 
 
+def test_one_that_fails_for_days_is_still_started_again() -> None:
+    assert Restarts(failures=100_000).pause_s(1.0) == 30.0
+
+
 def test_one_that_has_served_for_long_is_started_soon() -> None:
     restarts = Restarts(failures=MOST_FAILURES)
     assert (restarts.pause_s(STEADY_S + 1), restarts.hopeless) == (0.1, False)
