@@ -8,7 +8,7 @@ import pytest
 from backhaul_router.processes import Processes, Verdict, is_fixed
 
 D = "http://d1:1"
-RANDOM, FIXED = str(uuid.uuid4()), "decode-0"
+RANDOM, FIXED = "0b7e1d5c-94a1-4f0e-8c56-3f1d2a7b9e40", "decode-0"
 
 
 def known(began: float | None = 100.0) -> Processes:
@@ -17,12 +17,12 @@ def known(began: float | None = 100.0) -> Processes:
     return processes
 
 
-@pytest.mark.parametrize("engine_id", [str(uuid.uuid4()), f"{uuid.uuid4()}_dp3"])
+@pytest.mark.parametrize("engine_id", [RANDOM, f"{RANDOM}_dp3"])
 def test_an_id_that_vllm_made_is_not_fixed(engine_id: str) -> None:
     assert not is_fixed(engine_id)
 
 
-@pytest.mark.parametrize("engine_id", ["decode-0", "decode-0_dp1", str(uuid.UUID(int=7)), str(uuid.uuid4()).upper()])
+@pytest.mark.parametrize("engine_id", ["decode-0", "decode-0_dp1", str(uuid.UUID(int=7)), RANDOM.upper()])
 def test_any_other_is(engine_id: str) -> None:
     assert is_fixed(engine_id)
 
