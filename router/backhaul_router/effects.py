@@ -58,9 +58,6 @@ class Open(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct, frozen=True):
     """Read the next piece of the answer that `Open` began."""
 
-    to_end: bool = False
-    """All of it may come at once, with `Ended`."""
-
 
 Need = Take | Check | Call | Open | Read
 
@@ -93,9 +90,6 @@ class Chunk(msgspec.Struct, frozen=True):
 
 class Ended(msgspec.Struct, frozen=True):
     """The answer ended as its framing says it should."""
-
-    rest: bytes = b""
-    """What had not been read of it before."""
 
 
 class Failed(msgspec.Struct, frozen=True):

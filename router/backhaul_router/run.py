@@ -203,16 +203,10 @@ class Run:
                 if self._stream.status >= 500:
                     self._note(engine, Leg.DECODE, FailureKind.ERROR)
                 return Opened(self._stream.status, self._stream.headers)
-            case Read(to_end):
-                return await (self._read_to_end() if to_end else self._read())
+            case Read():
+                return await self._read()
             case _:
                 assert_never(need)
-
-    async def _read_to_end(self) -> Event:
-        parts: list[bytes] = []
-        while isinstance(event := await self._read(), Chunk):
-            parts.append(event.data)
-        return Ended(b"".join(parts)) if isinstance(event, Ended) else event
 
     async def _read(self) -> Event:
         if self._chunks is None:

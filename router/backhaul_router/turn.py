@@ -1209,7 +1209,7 @@ class Decoding(msgspec.Struct, frozen=True):
 
 
 class Collecting(msgspec.Struct, frozen=True):
-    """D answers with a whole body."""
+    """D answers with a whole body where a stream was asked for, or could have been."""
 
     before: Decoding
     status: int
@@ -1218,14 +1218,14 @@ class Collecting(msgspec.Struct, frozen=True):
 
     @property
     def need(self) -> Read:
-        return Read(to_end=True)
+        return Read()
 
     def next(self, event: Event, now: float) -> Step:
         match event:
             case Chunk(data):
                 return msgspec.structs.replace(self, parts=(*self.parts, data)), ()
-            case Ended(rest):
-                return self.ended(b"".join((*self.parts, rest)), now)
+            case Ended():
+                return self.ended(b"".join(self.parts), now)
             case Failed(kind, message):
                 return self.before.failed(kind, message, now)
             case Took() | Checked() | Answered() | Opened():

@@ -7,6 +7,7 @@ serves, and that nobody listens any more once the parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -75,11 +76,9 @@ class Connections:
         while time.monotonic() < until:
             try:
                 if self._unplaced is None:
-                    self._unplaced, _ = self._listener.accept()
+                    self._unplaced = self._next()
             except BlockingIOError:
                 return
-            except ConnectionAbortedError:
-                continue
             except OSError as error:
                 _report(error)
                 continue
@@ -93,17 +92,22 @@ class Connections:
     def _accept(self, _: int) -> None:
         for _ in range(_AT_ONCE if self._accepts else 0):  # a signal may just have ended it
             try:
-                connection, _peer = self._listener.accept()
+                connection = self._next()
             except BlockingIOError:
                 return
-            except ConnectionAbortedError:
-                continue
             except OSError as error:
                 _report(error)
                 return
             if not self._hand_out(connection):
                 self._unplaced = connection
                 return
+
+    def _next(self) -> socket.socket:
+        """The next connection that has come and is still there. Raises `BlockingIOError` where there is none, and another
+        `OSError` where it cannot be accepted now."""
+        while True:
+            with contextlib.suppress(ConnectionAbortedError):
+                return self._listener.accept()[0]
 
     def _hand_out(self, connection: socket.socket) -> bool:
         """To the next worker, unless it has left much of what it was given before to be taken, and others have not."""

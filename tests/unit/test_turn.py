@@ -74,7 +74,7 @@ def test_a_first_turn_runs_cold_and_files_what_it_left() -> None:
     assert drive.body["kv_transfer_params"]["remote_request_id"] == "p-1"
     assert drive.body["kv_transfer_params"]["prompt_token_ids"] == list(PROMPT)
     drive.feed(BODY)
-    assert drive.need == Read(to_end=True)
+    assert drive.need == Read()
     assert kinds(drive.feed(whole(), Ended())) == ["Settle", "Record", "Respond", "Send"]
     assert drive.state == Done()
     filed = drive.filed
