@@ -216,6 +216,11 @@ class Run:
         raw = b"".join([chunk async for chunk in reply])
         return [json.loads(event.removeprefix(b"data: ")) for event in raw.split(b"\n\n") if event]
 
+    def next_is_kept_for(self, engine: Engine, seconds: float) -> None:
+        """D keeps the next turn, and no other one, for so long only: what the test shall see expire must not, however slow
+        the machine is, expire again in the turns that shall be warm. For D of ours."""
+        self.client.rewrite(engine, lambda params: params["backhaul"].update(retain_s=seconds))
+
     def believes_in_its_handles(self) -> None:
         """The router does not know that what it holds has ended."""
         assert self.agent.conversation

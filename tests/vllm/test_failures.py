@@ -94,9 +94,9 @@ async def stock(both: dict[str, Site]) -> AsyncIterator[Site]:
     await both["stock"].at_rest()
 
 
-async def is_warm(talk: Run, prompt: list[int]) -> list[int]:
+async def is_warm(talk: Run, prompt: list[int], **how: Any) -> list[int]:
     """The conversation's next turn, which must read what D holds."""
-    answer = await talk.say(prompt)
+    answer = await talk.say(prompt, **how)
     assert (answer.report.route, answer.report.reason) == (Route.WARM, None), answer.report
     await talk.router.settled()
     return [*prompt, *answer.token_ids, *range(150, 190)]
@@ -171,7 +171,9 @@ async def _alarm(talk: Run) -> bool:
 
 async def test_a_lease_that_expired_is_computed_again(site: Site) -> None:
     """The router believes that it lives. A stock P declines by itself in a lease's last five seconds."""
-    async with site.router(**({"decoder_kv_blocks_ttl": 1.0, "lease_margin_s": 0.0} if site.ours else {})) as talk:
+    async with site.router() as talk:
+        if site.ours:
+            talk.next_is_kept_for(site.d, 1.0)
         prompt = await talk.more(fresh(300))
         talk.believes_in_its_handles()
         await wait_for_baseline(site.d.url, timeout_s=STOCK_TTL_S + 5)
@@ -188,12 +190,16 @@ async def test_a_lease_that_expires_during_the_read_is_computed_again(ours: Site
     """D's worker stands still with P's read under way, for longer than the lease and the hold. vLLM counts a
     read that came too late; what it read is thrown away."""
     ours.late_reads = 1
-    async with ours.router(decoder_kv_blocks_ttl=3.0, lease_margin_s=0.0) as talk:
+    kept_s = 4.0
+    async with ours.router() as talk:
         prompt = await is_warm(talk, await talk.more(fresh(300)))
+        talk.next_is_kept_for(ours.d, kept_s)
+        prompt = await is_warm(talk, prompt, check=False)  # whose reference would take of those seconds
+        talk.believes_in_its_handles()
         with standing_still(ours.d, WORKER):
             asked = asyncio.ensure_future(talk.say(prompt))
             await until(lambda: waits_for_blocks(ours.p))
-            await asyncio.sleep(max(3.0, HOLD_S) + 0.5)
+            await asyncio.sleep(max(kept_s, HOLD_S) + 0.5)
             assert not asked.done()
         with taking(15.0):
             answer = await asked
