@@ -424,7 +424,17 @@ def _add_bench_peers(kinds: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--body-bytes", type=_numbers, metavar="N,N,...", help="(default: 2000,200000)")
     parser.add_argument("--concurrency", type=_numbers, metavar="N,N,...", help="requests at a time (default: 1,32)")
     parser.add_argument(
-        "--turns", type=_count, metavar="N", help="for each figure; large bodies get a quarter (default: 200)"
+        "--turns",
+        type=_count,
+        metavar="N",
+        help="for each figure; large bodies get a quarter (default: 200); of the conversation (default: 6)",
+    )
+    parser.add_argument(
+        "--conversation",
+        nargs="?",
+        const="qwen3-32b",
+        metavar="SETUP",
+        help="instead: time to first token of a growing conversation, on engines of a cost model (default: %(const)s)",
     )
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the rows")
     parser.set_defaults(run=_bench_peers)
@@ -432,12 +442,22 @@ def _add_bench_peers(kinds: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _bench_peers(args: argparse.Namespace) -> int:
     with _installed("bench"):
-        from backhaul.bench import peers
-    given = {name: getattr(args, name) for name in ("vllm_router", "body_bytes", "concurrency", "turns", "json")}
-    options = peers.Options(**{name: value for name, value in given.items() if value is not None})
-    if min(options.concurrency) < 1 or min(options.body_bytes) < 2_000:
-        raise CommandError("--concurrency: 1 or more; --body-bytes: 2000 or more")
+        from backhaul.bench import peers, peers_conversation, setups
+    names = ["vllm_router", "turns", "json"]
+    if not args.conversation:
+        names += ["body_bytes", "concurrency"]
+    elif args.body_bytes or args.concurrency:
+        raise CommandError("--conversation goes without --body-bytes and --concurrency")
+    elif args.conversation not in setups.SETUPS:
+        raise CommandError(f"--conversation {args.conversation}: use one of {', '.join(setups.SETUPS)}")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     try:
+        if args.conversation:
+            setup = setups.SETUPS[args.conversation]
+            return peers_conversation.main(peers_conversation.Options(setup=setup, **given))
+        options = peers.Options(**given)
+        if min(options.concurrency) < 1 or min(options.body_bytes) < 2_000:
+            raise CommandError("--concurrency: 1 or more; --body-bytes: 2000 or more")
         return peers.main(options)
     except (peers.PeerError, OSError) as error:
         raise CommandError(str(error)) from error

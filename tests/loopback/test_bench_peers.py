@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from backhaul.bench import peers
+from backhaul.bench import peers, peers_conversation
 
 STAND_IN = """\
 #!{python}
@@ -17,6 +17,12 @@ assert sys.argv[1] == "--vllm-pd-disaggregation"
 options = [word for name in ("--prefill", "--decode", "--port") for word in (name, given[name])]
 os.execv(sys.executable, [sys.executable, "-m", "backhaul_router.cli", "serve", *options])
 """
+
+
+def made(path: Path) -> Path:
+    path.write_text(STAND_IN.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
 
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
@@ -30,9 +36,7 @@ async def run(*arguments: str) -> tuple[int | None, str, str]:
 
 
 async def test_both_routers_and_the_calls_by_hand_are_measured_in_every_case(tmp_path: Path) -> None:
-    stand_in, file = tmp_path / "vllm-router", tmp_path / "rows.json"
-    stand_in.write_text(STAND_IN.format(python=sys.executable))
-    stand_in.chmod(0o755)
+    stand_in, file = made(tmp_path / "vllm-router"), tmp_path / "rows.json"
     cases = ("--body-bytes", "3000", "--concurrency", "1,2", "--turns", "8", "--json", str(file))
     status, shown, said = await run("--vllm-router", str(stand_in), *cases)
     assert status == 0, said
@@ -46,6 +50,32 @@ async def test_both_routers_and_the_calls_by_hand_are_measured_in_every_case(tmp
     ]
     assert {row["requests"] for row in rows} == {8}
     assert all((row["cpu_ms"] is None) == (row["variant"] == "direct") for row in rows)
+
+
+async def test_a_conversation_is_timed_through_both_with_prefix_caching_off_and_on(tmp_path: Path) -> None:
+    stand_in, file = made(tmp_path / "vllm-router"), tmp_path / "rows.json"
+    case = ("--conversation", "qwen3-32b", "--turns", "2", "--json", str(file))
+    status, shown, said = await run("--vllm-router", str(stand_in), *case)
+    assert status == 0, said
+    assert "cost model of Qwen3-32B" in shown
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["prefix_caching"], row["turn"], row["router"]) for row in rows] == [
+        (prefix_caching, turn, router)
+        for prefix_caching in (False, True)
+        for turn in (1, 2)
+        for router in peers_conversation.ROUTERS
+    ]
+    first, second = ({row["prompt_tokens"] for row in rows if row["turn"] == turn} for turn in (1, 2))
+    assert (len(first), len(second)) == (1, 1)
+    # what a turn adds, and the few tokens that the template puts around its messages
+    assert 4_096 < second.pop() - first.pop() < 4_196
+
+
+async def test_a_conversation_has_a_cost_model_and_no_cases_of_bodies() -> None:
+    status, _, err = await run("--vllm-router", "none", "--conversation", "gpt")
+    assert (status, err.splitlines()[-1]) == (2, "backhaul bench: --conversation gpt: use one of qwen3-32b, glm-5-fp8")
+    status, _, err = await run("--vllm-router", "none", "--conversation", "--concurrency", "2")
+    assert (status, "without --body-bytes and --concurrency" in err) == (2, True)
 
 
 async def test_a_program_that_cannot_be_started_is_named_in_one_line(tmp_path: Path) -> None:

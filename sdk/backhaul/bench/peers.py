@@ -31,9 +31,9 @@ from .programs import Program, cpu_s, program, rss_mb
 from .table import console
 
 VARIANTS = ("direct", "backhaul", "vllm-router")
-_PATH = wire.Endpoint.CHAT
-_JSON = {"content-type": "application/json"}
-_LIMIT_S = 120.0
+PATH = wire.Endpoint.CHAT
+JSON_HEADERS = {"content-type": "application/json"}
+LIMIT_S = 120.0
 _START_S = 60.0
 _ROUNDS = 4
 
@@ -81,10 +81,10 @@ class _Way(Protocol):
 
 
 class _Routed:
-    def __init__(self, http: HttpClient, router: Program) -> None:
-        self.pid = router.pid
+    def __init__(self, http: HttpClient, url: str, pid: int) -> None:
+        self.pid: int | None = pid
         self._http = http
-        self._url = router.url.removesuffix("/v1") + _PATH
+        self._url = url
 
     async def send(self, body: bytes) -> None:
         await _post(self._http, self._url, body)
@@ -97,12 +97,12 @@ class _Direct:
 
     def __init__(self, http: HttpClient, prefill: str, decode: str) -> None:
         self._http = http
-        self._prefill, self._decode = prefill + _PATH, decode + _PATH
+        self._prefill, self._decode = prefill + PATH, decode + PATH
         self._bodies: dict[bytes, tuple[bytes, wire.Facts]] = {}
 
     async def send(self, body: bytes) -> None:
         if body not in self._bodies:
-            facts = wire.read_request(_PATH, body)
+            facts = wire.read_request(PATH, body)
             self._bodies[body] = (wire.prefill_body(facts, None, None), facts)
         prefill, facts = self._bodies[body]
         handle = handed_on(await _post(self._http, self._prefill, prefill))
@@ -111,7 +111,7 @@ class _Direct:
 
 async def _post(http: HttpClient, url: str, body: bytes) -> bytes:
     try:
-        answer = await http.call(EngineCall(url, body, _JSON, _LIMIT_S))
+        answer = await http.call(EngineCall(url, body, JSON_HEADERS, LIMIT_S))
     except EngineFailure as failure:
         raise PeerError(failure.message) from failure
     if answer.status != 200:
@@ -143,7 +143,7 @@ async def vllm_router(path: Path, prefill: str, decode: str, http: HttpClient, b
         until = time.monotonic() + _START_S
         while True:
             try:
-                await _post(http, url + _PATH, body)
+                await _post(http, url + PATH, body)
                 break
             except PeerError as error:
                 if process.returncode is not None:
@@ -158,26 +158,49 @@ async def vllm_router(path: Path, prefill: str, decode: str, http: HttpClient, b
         await process.wait()
 
 
-async def measure(options: Options, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Runs the cases. Raises `PeerError` or `OSError`."""
-    rows: list[Row] = []
+@dataclass(frozen=True)
+class Site:
+    """Two engines, and both routers over them, each as a process of its own."""
+
+    http: HttpClient
+    prefill: str
+    decode: str
+    routers: dict[str, Program]
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Where each router takes chat requests."""
+        return {name: router.url.removesuffix("/v1") + PATH for name, router in self.routers.items()}
+
+
+@asynccontextmanager
+async def site(path: Path, *, engine: Sequence[str] = (), prefill: Sequence[str] = ()) -> AsyncIterator[Site]:
+    """Starts everything, with these further flags of both engines and of P. Raises `PeerError` or `OSError`."""
     async with AsyncExitStack() as stack:
         blocks = str(MAX_MODEL_LEN // BLOCK * 4)
         size = ("--connector", "backhaul", "--max-model-len", str(MAX_MODEL_LEN), "--num-blocks", blocks)
-        prefill, decode = [
-            await stack.enter_async_context(program("backhaul_connector.loopback", "--role", role, *size))
-            for role in ("prefill", "decode")
+        p, d = [
+            await stack.enter_async_context(
+                program("backhaul_connector.loopback", "--role", role, *size, *engine, *more)
+            )
+            for role, more in (("prefill", prefill), ("decode", ()))
         ]
         http = HttpClient()
         stack.push_async_callback(http.aclose)
-        at = ("--prefill", prefill.url, "--decode", decode.url, "--port", "0")
+        at = ("--prefill", p.url, "--decode", d.url, "--port", "0")
         ours = await stack.enter_async_context(program("backhaul_router.cli", "serve", "--no-log-turns", *at))
         small = first_turn(2_000, stream=False)
-        peer = await stack.enter_async_context(vllm_router(options.vllm_router, prefill.url, decode.url, http, small))
+        peer = await stack.enter_async_context(vllm_router(path, p.url, d.url, http, small))
+        yield Site(http, p.url, d.url, {"backhaul": ours, "vllm-router": peer})
+
+
+async def measure(options: Options, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Runs the cases. Raises `PeerError` or `OSError`."""
+    rows: list[Row] = []
+    async with site(options.vllm_router) as at:
         ways: dict[str, _Way] = {
-            "direct": _Direct(http, prefill.url, decode.url),
-            "backhaul": _Routed(http, ours),
-            "vllm-router": _Routed(http, peer),
+            "direct": _Direct(at.http, at.prefill, at.decode),
+            **{name: _Routed(at.http, at.urls[name], router.pid) for name, router in at.routers.items()},
         }
         for body_bytes, concurrency, stream in itertools.product(
             options.body_bytes, options.concurrency, (False, True)
