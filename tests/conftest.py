@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 NO_SKIPS = os.environ.get("BACKHAUL_NO_SKIPS") == "1"
-GRACE_S = 2.0
+GRACE_S = 20.0
 """How long a test's tasks may take to end after the test."""
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

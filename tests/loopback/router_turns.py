@@ -18,7 +18,7 @@ from backhaul_router.router import Reply, Request, Router
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BLOCK = 16
-GRACE_S = 3.0
+GRACE_S = 20.0
 """How long engines may take to notice that what they held was released."""
 STORY = "The cache keeps the keys and values of every token that the engine ran, block by block. "
 SECRETS = ('"kv_transfer_params"', "remote_engine_id", "remote_block_ids", "remote_request_id", "remote_port", "_dp")

@@ -28,10 +28,12 @@ TURNS = 4
 """Of a conversation, before its agent begins another."""
 THINK_S = 0.1
 RAISED_S = 2.0
-"""For so long at most an engine's death may be felt, and a restarted one be without turns."""
+"""For so long at most an engine's death may be felt."""
+BACK_S = 20.0
+"""An engine is probed after a second at most: the rest is for machines with much else to do."""
 
 
-async def until(true: Callable[[], bool], within_s: float = RAISED_S, what: str = "") -> float:
+async def until(true: Callable[[], bool], within_s: float = BACK_S, what: str = "") -> float:
     """Waits until something is so; returns how long that took."""
     since = time.monotonic()
     while not true():
@@ -110,7 +112,7 @@ async def test_a_fleet_that_is_shut_out_altogether_is_still_tried() -> None:
 
 
 async def test_a_prefill_that_hangs_is_tried_on_one_other_engine() -> None:
-    async with run_cluster(prefill=2, engine={"enable_scale_out": False}, prefill_timeout_s=0.3) as cluster:
+    async with run_cluster(prefill=2, engine={"enable_scale_out": False}, prefill_timeout_s=2.0) as cluster:
         await cluster.router.connect()
         cluster.p.faults.stall = True
         answer = await cluster.ask({"messages": opening()})
@@ -303,8 +305,36 @@ class Load:
     def since(self, when: float) -> list[Turn]:
         return [turn for turn in self.turns if turn.began >= when]
 
-    def reached(self, url: str, when: float) -> int:
-        return sum(1 for turn in self.since(when) if url in (turn.report.prefill_engine, turn.report.decode_engine))
+    def placed(self, when: float) -> list[Turn]:
+        """First turns, which no earlier one draws to an engine."""
+        return [turn for turn in self.since(when) if turn.report.turn == 1]
+
+
+def reached(url: str, turns: list[Turn]) -> int:
+    return sum(1 for turn in turns if url in (turn.report.prefill_engine, turn.report.decode_engine))
+
+
+@dataclass
+class Lateness:
+    """By how much the event loop was late at worst: the machine's part of a delay."""
+
+    worst_s: float = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.worst_s = max(self.worst_s, time.monotonic() - began - 0.01)
+
+
+@asynccontextmanager
+async def lateness() -> AsyncIterator[Lateness]:
+    late = Lateness()
+    watching = asyncio.create_task(late.watch())
+    try:
+        yield late
+    finally:
+        watching.cancel()
 
 
 @asynccontextmanager
@@ -336,36 +366,42 @@ async def under_load() -> AsyncIterator[tuple[list[Process], Load]]:
 
 @pytest.mark.slow
 async def test_engines_that_are_killed_and_restarted_under_load_cost_nothing_but_the_streams_that_had_begun() -> None:
-    async with under_load() as (engines, load):
+    async with lateness() as late, under_load() as (engines, load):
         victims = [engines[0], engines[2]]
         await until(
-            lambda: all(load.reached(one.url, 0.0) >= AGENTS // 2 for one in engines), 60, "turns run everywhere"
+            lambda: all(reached(one.url, load.turns) >= AGENTS // 2 for one in engines), 60, "turns run everywhere"
         )
 
         killed: dict[str, float] = {}
+        dead: dict[str, float] = {}
+        late.worst_s = 0.0
         for victim in victims:
             killed[victim.role] = time.monotonic()
             await victim.kill()
-            since = killed[victim.role] + 0.1
+            dead[victim.role] = since = time.monotonic() + 0.1
             await until(lambda: len(load.since(since)) >= AGENTS, 60, "turns go on without it")  # noqa: B023
-            assert not load.reached(victim.url, since), "turns were given to an engine that was known to be dead"
+            given = reached(victim.url, load.since(since))
+            assert not given, "turns were given to an engine that was known to be dead"
 
         await asyncio.gather(*(victim.start() for victim in victims))
         serves = time.monotonic()
-        back = {one.url: await until(lambda: load.reached(one.url, serves) >= 2, what=one.url) for one in victims}  # noqa: B023
-        await until(lambda: len(load.since(serves + RAISED_S)) >= 3 * AGENTS, 60, "turns go on with them")
+        back = {one.url: await until(lambda: reached(one.url, load.since(serves)) >= 2) for one in victims}  # noqa: B023
+        again = time.monotonic()
+        await until(lambda: len(load.placed(again)) >= 3 * AGENTS, 60, "conversations begin with them")
 
     # a stream that has begun cannot be taken back: it is told at once, and nothing else fails
     hit = [turn for turn in load.turns if turn.error]
+    limit_s = RAISED_S + late.worst_s  # the router's, and what no program here could help
     for turn in hit:
         assert (turn.mid_stream, turn.error) == (True, "decode_failed"), turn
-        assert turn.began < killed["decode"] + 0.1, turn
-        assert killed["decode"] < turn.ended < killed["decode"] + RAISED_S, turn
+        assert turn.began < dead["decode"], turn
+        assert killed["decode"] < turn.ended < killed["decode"] + limit_s, turn
     assert len(hit) <= AGENTS
     first = min(killed.values())
     usual = max(turn.first_byte - turn.began for turn in load.turns if turn.began < first and not turn.error)
     slowest = max(turn.first_byte - turn.began for turn in load.since(first))
-    assert slowest < usual + RAISED_S
+    assert slowest < usual + limit_s
+    placed = load.placed(again)[AGENTS:]  # the first ones make up for what ran elsewhere meanwhile
     for victim in victims:
-        share = load.reached(victim.url, serves + RAISED_S) / len(load.since(serves + RAISED_S))
-        assert 0.2 < share < 0.8, f"{share:.0%} of the turns run on {victim.url}, which came back ({back})"
+        share = reached(victim.url, placed) / len(placed)
+        assert 0.2 < share < 0.8, f"{share:.0%} of the conversations began on {victim.url}, which came back ({back})"

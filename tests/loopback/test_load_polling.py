@@ -24,7 +24,7 @@ def asked(engines: Sequence[LoopbackEngine]) -> list[int]:
 
 
 async def test_only_engines_with_others_of_their_role_are_asked() -> None:
-    async with run_cluster(decode=2) as cluster:
+    async with run_cluster(decode=2, load_interval_s=3600) as cluster:
         await first_turn(cluster)
         await cluster.router.settled()
         assert asked(cluster.engines) == [1, 2, 2], "once each when the router connects"

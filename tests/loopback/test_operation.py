@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_the_queue_is_not_asked_of_an_engine() -> Non
                 chunks = first.aiter_raw()
                 await anext(chunks)
                 with pytest.raises(httpx2.ReadTimeout):
-                    await http.post(CHAT, json=body(pair), timeout=0.1)
+                    await http.post(CHAT, json=body(pair), timeout=httpx2.Timeout(60, read=0.1))
             assert (await http.post(CHAT, json=body(pair))).status_code == 200
             assert len(pair.decode.requests_to(CHAT)) == 2
 

@@ -27,7 +27,7 @@ def body(pair: LoopbackPair) -> dict[str, Any]:
 
 
 async def test_told_to_stop_it_says_so_first_and_answers_as_before(pair: LoopbackPair) -> None:
-    async with serving(pair, "--shutdown-delay-s", "2", "--log-format", "json") as served:
+    async with serving(pair, "--shutdown-delay-s", "60", "--log-format", "json") as served:
         assert (await served.http.get("/ready")).status_code == 200
         served.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(10):

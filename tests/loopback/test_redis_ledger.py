@@ -214,7 +214,7 @@ async def test_of_a_thousand_turns_of_four_processes_one_gets_the_handle(server:
 
 async def test_a_server_that_goes_back_in_time_hands_out_nothing_that_may_have_been_used(opens: Open) -> None:
     with redis_server(persists=True) as server:
-        ledger = opens(server, timeout_s=0.5)
+        ledger = opens(server)
         await settle(ledger, b"a", handle=soon("stock"))
         await settle(ledger, b"a", handle=soon("ours", shared=True), key=KEY._replace(conversation="shared"))
         server.kill()
@@ -343,14 +343,14 @@ async def test_a_record_that_cannot_be_read_counts_as_none(
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not true():
             await asyncio.sleep(0.005)
 
 
 async def answering(ledger: RedisLedger) -> None:
     """Returns when the ledger knows that its server answers."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await ledger.held_for("nobody")
         while ledger.down:
             await asyncio.sleep(0.02)
@@ -361,7 +361,7 @@ async def test_a_server_that_stands_still_costs_one_turn_its_wait(
     server: RedisServer, opens: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "backhaul")
-    ledger = opens(server, timeout_s=0.5)
+    ledger = opens(server, timeout_s=2.0)
     await answering(ledger)
     await settle(ledger, b"a", handle=soon("1"))
     server.pause()
@@ -370,7 +370,7 @@ async def test_a_server_that_stands_still_costs_one_turn_its_wait(
         first = await take(ledger, b"a", b"b")
         waited = time.monotonic() - before
         assert (first.held, first.branch, first.reason) == (None, None, Reason.LEDGER_UNAVAILABLE)
-        assert 0.4 < waited < 5.0
+        assert 1.5 < waited < 15.0
         assert ledger.down
         blind = [await take(ledger, b"a", b"b") for _ in range(3)]
         assert [one.reason for one in blind] == [Reason.LEDGER_UNAVAILABLE] * 3
@@ -406,7 +406,7 @@ async def test_a_turn_that_could_not_take_leaves_its_history_all_the_same(server
 async def test_what_certainly_was_not_filed_is_released_and_what_may_have_been_is_not(
     server: RedisServer, opens: Open
 ) -> None:
-    ledger = opens(server, timeout_s=0.5)
+    ledger = opens(server, timeout_s=2.0)
     await answering(ledger)
     await settle(ledger, b"a", handle=soon("1"))
     taken = await take(ledger, b"a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -118,8 +119,9 @@ async def test_a_prefill_that_hangs_is_given_up() -> None:
 
 
 async def test_a_read_that_hangs_is_run_again_cold() -> None:
-    async with run_cluster(prefill_timeout_s=0.3) as cluster:
+    async with run_cluster() as cluster:
         history = await first_turn(cluster)
+        cluster.router.config = dataclasses.replace(cluster.router.config, prefill_timeout_s=2.0)
         cluster.p.faults.stall, cluster.p.faults.times = True, 1
         assert (await third(cluster, history)).reason is Reason.READ_FAILED
 

@@ -310,17 +310,28 @@ async def test_workers_whose_parent_is_killed_finish_their_requests_and_end() ->
         async with loopback_pair(**SLOW) as pair, two_workers(pair, redis) as two:
             pids = list((await two.pids()).values())
             assert sorted(descendants(two.parent)) == sorted(pids)
-            async with two.two.stream("POST", CHAT, json=body(pair, stream=True, max_tokens=30)) as answer:
+            async with (
+                only(two.served.url, 1) as beside,
+                two.two.stream("POST", CHAT, json=body(pair, stream=True, max_tokens=60)) as answer,
+            ):
                 chunks = answer.aiter_raw()
                 await anext(chunks)
                 two.served.process.send_signal(signal.SIGSTOP)
-                asking = asyncio.create_task(two.one.get("/metrics"))  # unread when it is killed
-                await asyncio.sleep(0.1)
+                sent = asyncio.Event()
+
+                async def trace(name: str, info: dict[str, Any]) -> None:
+                    if name == "http11.send_request_body.complete":
+                        sent.set()
+
+                # nobody answers the worker's own question when its parent is killed
+                asking = asyncio.create_task(two.one.get("/metrics", extensions={"trace": trace}))
+                await asyncio.wait_for(sent.wait(), LIMIT_S)
+                assert (await beside.get("/health")).status_code == 200  # so it has read what came before
                 two.served.process.kill()
                 assert (await asking).status_code == 503
                 rest = b"".join([chunk async for chunk in chunks])
             assert rest.endswith(b"data: [DONE]\n\n")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 while any(map(running, pids)):
                     await asyncio.sleep(0.01)
             assert not await accepts(two.served.url)

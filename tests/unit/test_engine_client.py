@@ -624,12 +624,12 @@ async def test_a_stream_may_last_longer_than_its_timeout_while_bytes_arrive(clie
         await peer.request()
         await peer.send(CHUNKED)
         for _ in range(12):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             await peer.send(chunk(b"."))
         await peer.send(LAST_CHUNK)
 
     async with engine(behave) as base:
-        stream = await client.open(post(base, timeout_s=1.0))
+        stream = await client.open(post(base, timeout_s=3.0))
         assert b"".join([data async for data in stream]) == b"." * 12
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from backhaul_connector import lease_channel
-from backhaul_connector.claims import Claim, Claims, Target
+from backhaul_connector.claims import WORKERS_PER_HOLDER, Claim, Claims, Target
 from backhaul_connector.lease_channel import (
     LONGEST_FRAME,
     Answer,
@@ -29,6 +29,9 @@ from backhaul_connector.lease_table import LeaseTable
 HOST = "127.0.0.1"
 HASH = b"h" * 32
 PEER = {"remote_port": 5600, "tp_size": 1, "dcp_size": 1, "pp_size": 1}
+LIMIT_S = 20.0
+"""For what is answered at once, by a machine that may have much else to do."""
+HOLD_S = 300.0
 
 
 @pytest.fixture
@@ -48,14 +51,14 @@ def server(table: LeaseTable) -> Iterator[LeaseServer]:
 
 @pytest.fixture
 def client() -> Iterator[LeaseClient]:
-    client = LeaseClient(timeout_s=1.0)
+    client = LeaseClient(timeout_s=LIMIT_S)
     yield client
     client.close()
 
 
 @pytest.fixture
 def claims() -> Iterator[Claims]:
-    claims = Claims(timeout_s=1.0, hold_s=30.0)
+    claims = Claims(timeout_s=LIMIT_S, hold_s=HOLD_S)
     yield claims
     claims.close()
 
@@ -79,7 +82,7 @@ def target(server: LeaseServer, table: LeaseTable, lease: str = "shared") -> Tar
 
 
 def settled(claim: Claim) -> Answer:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + LIMIT_S
     while claim.answer is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -88,7 +91,7 @@ def settled(claim: Claim) -> Answer:
 
 def eventually(condition: object) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -162,7 +165,7 @@ def test_nobody_there_is_told_at_once(client: LeaseClient, table: LeaseTable) ->
         began = time.monotonic()
         with pytest.raises(BrokenChannel, match="cannot be reached"):
             client.ask(HOST, unused.getsockname()[1], message(table))
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < LIMIT_S / 2
 
 
 def test_a_holder_that_says_nothing_costs_the_time_limit_and_no_more(table: LeaseTable) -> None:
@@ -171,7 +174,7 @@ def test_a_holder_that_says_nothing_costs_the_time_limit_and_no_more(table: Leas
         began = time.monotonic()
         with pytest.raises(BrokenChannel):
             client.ask(HOST, silent.getsockname()[1], message(table))
-        assert 0.15 < time.monotonic() - began < 1.0
+        assert 0.15 < time.monotonic() - began < LIMIT_S / 2
     client.close()
 
 
@@ -189,14 +192,14 @@ def test_closing_frees_whoever_waits(table: LeaseTable) -> None:
         thread.start()
         eventually(lambda: client._busy)
         client.close()
-        assert failed.wait(5.0)
+        assert failed.wait(LIMIT_S)
         thread.join()
 
 
 def test_a_claim_settles_in_the_background(server: LeaseServer, table: LeaseTable, claims: Claims) -> None:
     claim = claims.claim(target(server, table, "single"), 2, HASH)
     assert settled(claim).block_ids == [[4, 5]]
-    assert 29.0 < claim.left_s() <= 30.0
+    assert HOLD_S - LIMIT_S < claim.left_s() <= HOLD_S
     claims.done(claim, read=True)
     eventually(lambda: "single" in table.sweep())
 
@@ -209,12 +212,12 @@ def test_a_claim_that_is_no_longer_wanted_is_given_back(
 
     def slow(*args: Any, **fields: Any) -> Any:
         asked.set()
-        answers.wait(5.0)
+        answers.wait(LIMIT_S)
         return grant(*args, **fields)
 
     monkeypatch.setattr(table, "claim", slow)
     claim = claims.claim(target(server, table), 2, HASH)
-    assert asked.wait(5.0)
+    assert asked.wait(LIMIT_S)
     claims.done(claim, read=False)
     answers.set()
     assert settled(claim).ok
@@ -241,37 +244,47 @@ def test_a_host_that_is_none_is_a_refusal(table: LeaseTable, claims: Claims, hos
 
 
 def test_many_claims_on_a_holder_that_says_nothing_are_over_soon(table: LeaseTable) -> None:
-    claims = Claims(timeout_s=0.2, hold_s=30.0)
+    claims = Claims(timeout_s=0.5, hold_s=HOLD_S)
     with socket.create_server((HOST, 0), backlog=100) as silent:
         nobody = Target(HOST, silent.getsockname()[1], "shared", "D", table.epoch, shared=True)
         began = time.monotonic()
         made = [claims.claim(nobody, 2, HASH) for _ in range(100)]
         assert {settled(claim).why for claim in made} == {"unreachable"}
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 6.0, "half a second in all, not for every four of them"
     claims.close()
 
 
 def test_a_silent_holder_takes_no_time_from_the_claims_on_others(server: LeaseServer, table: LeaseTable) -> None:
-    claims = Claims(timeout_s=2.0, hold_s=30.0)
+    claims = Claims(timeout_s=2 * LIMIT_S, hold_s=HOLD_S)
     with socket.create_server((HOST, 0)) as silent:
         dead = Target(HOST, silent.getsockname()[1], "shared", "D", table.epoch, shared=True)
         waiting = [claims.claim(dead, 2, HASH) for _ in range(100)]
         claim = claims.claim(target(server, table), 2, HASH)
         assert settled(claim).ok
-        assert claim.left_s() > 29.0
+        assert claim.left_s() > HOLD_S - LIMIT_S
         assert not any(one.answer for one in waiting)
     claims.close()
 
 
 def test_claims_that_wait_behind_one_that_nobody_answered_fail_with_it(table: LeaseTable) -> None:
-    claims = Claims(timeout_s=0.3, hold_s=30.0)
+    claims = Claims(timeout_s=1.0, hold_s=HOLD_S)
     with socket.create_server((HOST, 0)) as silent:
         dead = Target(HOST, silent.getsockname()[1], "shared", "D", table.epoch, shared=True)
-        began = time.monotonic()
         waiting = [claims.claim(dead, 2, HASH) for _ in range(20)]
         assert {settled(claim).why for claim in waiting} == {"unreachable"}
-        assert time.monotonic() - began < 0.9
+        assert 1 <= connections_to(silent) <= WORKERS_PER_HOLDER
     claims.close()
+
+
+def connections_to(listener: socket.socket) -> int:
+    """How many nobody has accepted, those that were given up included."""
+    listener.setblocking(False)
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            count += 1
+    return count
 
 
 def test_a_holder_that_is_back_is_asked_again(server: LeaseServer, table: LeaseTable, claims: Claims) -> None:
@@ -299,7 +312,7 @@ def test_connections_to_holders_that_are_gone_do_not_pile_up(
 def test_a_silent_connection_is_closed_and_replaced_when_its_reader_comes_back(
     monkeypatch: pytest.MonkeyPatch, server: LeaseServer, table: LeaseTable, client: LeaseClient
 ) -> None:
-    monkeypatch.setattr(lease_channel, "IDLE_S", 0.02)
+    monkeypatch.setattr(lease_channel, "IDLE_S", 1.0)
     assert client.ask(HOST, server.port, message(table)).ok
     eventually(lambda: not server._open)
     assert client.ask(HOST, server.port, message(table, claim="c2")).ok

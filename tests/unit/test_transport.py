@@ -283,7 +283,7 @@ async def test_the_clients_read_timeout_covers_the_wait_for_the_head_async(modul
 
 def test_the_clients_read_timeout_covers_silence_in_a_stream(module: ModuleType) -> None:
     router = FakeRouter(stalling_after(b"one"))
-    with sync_client(module, router, timeout=module.Timeout(5, read=0.05)) as client:
+    with sync_client(module, router, timeout=module.Timeout(5, read=1.0)) as client:
         with pytest.raises(module.ReadTimeout), client.stream("POST", URL) as answer:
             answer.read()
     assert router.replies[0].ended == "closed"
@@ -291,7 +291,7 @@ def test_the_clients_read_timeout_covers_silence_in_a_stream(module: ModuleType)
 
 async def test_the_clients_read_timeout_covers_silence_in_a_stream_async(module: ModuleType) -> None:
     router = FakeRouter(stalling_after(b"one"))
-    async with async_client(module, router, timeout=module.Timeout(5, read=0.05)) as client:
+    async with async_client(module, router, timeout=module.Timeout(5, read=1.0)) as client:
         with pytest.raises(module.ReadTimeout):
             async with client.stream("POST", URL) as answer:
                 await answer.aread()
