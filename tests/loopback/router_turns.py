@@ -216,7 +216,7 @@ async def run_cluster(
         given = {
             "local_max_tokens": 0,
             "place_by_cost": False,
-            "connect_timeout_s": 1.0,
+            "connect_timeout_s": 10.0,
             "check_pairs": False,
             **urls,
             **config,

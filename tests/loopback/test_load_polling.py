@@ -110,7 +110,7 @@ async def test_an_engine_that_does_not_answer_is_told_of_once_and_what_it_said_i
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with LoopbackEngine("decode") as one, LoopbackEngine("decode") as other:
-        client = HttpClient(connect_timeout_s=1.0)
+        client = HttpClient(connect_timeout_s=10.0)
         first = await describe(client, one.url, Role.DECODE)
         fleet = Fleet([first, dataclasses.replace(first, url=other.url)])
         polling = LoadPolling(client, fleet, 2.0)

@@ -132,7 +132,7 @@ async def test_deadlines_hold_on_machines_whose_clocks_began_at_other_times(serv
     await settle(a, b"a", handle=soon("1", 50.0))
     found = await take(b, b"a")
     assert found.held is not None
-    assert found.held.deadline - (time.monotonic() + 10_000.0) == pytest.approx(50.0, abs=1.0)
+    assert found.held.deadline - (time.monotonic() + 10_000.0) == pytest.approx(50.0, abs=10.0)
 
 
 async def test_a_conversation_that_ends_with_one_router_ends_with_all(server: RedisServer, opens: Open) -> None:

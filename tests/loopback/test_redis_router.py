@@ -32,7 +32,7 @@ def server() -> Iterator[RedisServer]:
 @asynccontextmanager
 async def two(server: RedisServer, **settings: Any) -> AsyncIterator[tuple[Cluster, Cluster]]:
     """Two routers over the same engines. What they hold for `c` is released in the end."""
-    given = {"redis_url": server.url, "redis_timeout_s": 2.0, **STOCK, **settings}
+    given = {"redis_url": server.url, "redis_timeout_s": 10.0, **STOCK, **settings}
     async with run_cluster(**given) as a:
         reports: list[ReuseReport] = []
         b = dataclasses.replace(a, router=Router(a.router.config, on_report=reports.append), reports=reports)
@@ -144,7 +144,7 @@ async def warm(cluster: Cluster, messages: list[dict[str, Any]]) -> None:
 
 
 async def test_what_a_killed_router_had_taken_is_used_by_nobody(server: RedisServer) -> None:
-    options = ("--redis-url", server.url, "--redis-timeout-s", "2", "--local-max-tokens", "0", "--no-check-pairs")
+    options = ("--redis-url", server.url, "--redis-timeout-s", "10", "--local-max-tokens", "0", "--no-check-pairs")
     async with two(server) as (a, b), serving(LoopbackPair(a.p, a.d), *options) as other:
         messages = opening()
         await next_turn(a, messages)

@@ -48,7 +48,7 @@ class Two:
 @asynccontextmanager
 async def two_workers(pair: LoopbackPair, redis: RedisServer, *options: str) -> AsyncIterator[Two]:
     warm = ("--local-max-tokens", "0", "--no-place-by-cost", "--no-check-pairs")
-    shared = ("--workers", "2", "--redis-url", redis.url, "--redis-timeout-s", "2")
+    shared = ("--workers", "2", "--redis-url", redis.url, "--redis-timeout-s", "10")
     async with serving(pair, *warm, *shared, *options) as served:
         async with only(served.url, 1) as one, only(served.url, 2) as two:
             yield Two(served, pair, one, two)

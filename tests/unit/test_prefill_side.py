@@ -21,7 +21,7 @@ class Channel(Claims):
     """Claims that are answered when the test says so."""
 
     def __init__(self) -> None:
-        self.timeout_s = 1.0
+        self.timeout_s = 10.0
         self.hold_s = 30.0
         self.made: list[Claim] = []
         self.finished: list[tuple[Claim, bool]] = []
@@ -106,9 +106,9 @@ def test_a_claim_that_nobody_answers_is_not_waited_for_any_longer(side: PrefillS
     """As when its thread waits for the resolver."""
     request, prefill = admitted(side)
     assert side.match(request, prefill, 0) == ASK_AGAIN
-    channel.made[0].made -= 0.5
+    channel.made[0].made -= 5.0
     assert side.match(request, prefill, 0) == ASK_AGAIN
-    channel.made[0].made -= 0.6
+    channel.made[0].made -= 6.0
     assert side.match(request, prefill, 0) == NOTHING
     assert channel.finished == [(channel.made[0], False)]
     assert prefill.account.claim_ms is None
@@ -230,10 +230,10 @@ def test_what_was_read_and_taken_away_again_is_no_reuse(side: PrefillSide, chann
 def test_a_read_that_ends_with_its_hold_says_so(side: PrefillSide, channel: Channel) -> None:
     request, prefill = admitted(side)
     side.match(request, prefill, 0)
-    channel.grant(age_s=14.0)
+    channel.grant(age_s=5.0)
     assert side.match(request, prefill, 0) == READING
     side.start(request, prefill, 4 * BLOCK)
-    channel.made[0].ends -= 15.0
+    channel.made[0].ends -= 24.0
     side.ended(prefill, failed=True)
     assert prefill.account.why == "hold_ended"
 

@@ -164,7 +164,7 @@ def test_a_worker_does_not_keep_a_connection_that_the_parent_has_yet_to_hand_out
                 place.process.link.settimeout(LIMIT_S)
                 assert place.process.received()
             connection.close()
-            client.settimeout(1.0)
+            client.settimeout(LIMIT_S)
             assert client.recv(1) == b""
         finally:
             os.kill(place.process.pid, signal.SIGKILL)
