@@ -19,7 +19,7 @@ from backhaul_router.router import Reply, Request, Router
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BLOCK = 16
 GRACE_S = 20.0
-"""How long engines may take to notice that what they held was released."""
+"""How long engines may take to notice that what they held was released, or to answer a claim."""
 STORY = "The cache keeps the keys and values of every token that the engine ran, block by block. "
 SECRETS = ('"kv_transfer_params"', "remote_engine_id", "remote_block_ids", "remote_request_id", "remote_port", "_dp")
 
@@ -201,7 +201,7 @@ async def run_cluster(
 ) -> AsyncIterator[Cluster]:
     """`engine` goes to all engines, `p` and `d` to those of one role, the rest to the router. At the end, when the router
     has closed, no engine may hold a block for it, nor have served a read of blocks that were gone."""
-    shared = dict(engine or {})
+    shared = {"claim_timeout_s": GRACE_S, **(engine or {})}
     async with AsyncExitStack() as stack:
 
         async def start(role: Any, **settings: Any) -> LoopbackEngine:

@@ -26,7 +26,8 @@ PREAMBLE, *BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M
 
 @pytest.fixture
 async def pair() -> AsyncIterator[LoopbackPair]:
-    async with loopback_pair(model="smollm2", connector="backhaul", prefill={"prefix_caching": False}) as pair:
+    ours: Any = {"connector": "backhaul", "claim_timeout_s": 20.0}
+    async with loopback_pair(model="smollm2", **ours, prefill={"prefix_caching": False}) as pair:
         yield pair
 
 

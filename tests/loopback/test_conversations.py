@@ -21,7 +21,7 @@ from served import freed, in_thread
 
 STORY = "The cache keeps the keys and values of every token that the engine ran, block by block. "
 SYSTEM = {"role": "system", "content": "You are patient. " + STORY * 8}
-OURS: dict[str, Any] = {"connector": "backhaul"}
+OURS: dict[str, Any] = {"connector": "backhaul", "claim_timeout_s": 20.0}
 Messages = list[dict[str, Any]]
 
 both = pytest.mark.parametrize("way", ["embedded", "served"])

@@ -29,7 +29,7 @@ async def engines(
     p: dict[str, Any] | None = None, d: dict[str, Any] | None = None
 ) -> AsyncIterator[tuple[LoopbackEngine, LoopbackEngine]]:
     async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(LoopbackEngine("prefill", **(p or {})))
+        prefill = await stack.enter_async_context(LoopbackEngine("prefill", claim_timeout_s=TIMEOUT_S, **(p or {})))
         decode = await stack.enter_async_context(LoopbackEngine("decode", **(d or {})))
         yield prefill, decode
 

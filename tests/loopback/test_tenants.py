@@ -303,7 +303,7 @@ async def test_one_tenants_prompt_is_not_in_the_prefix_cache_for_another(
 
 async def test_with_our_connector_a_tenants_next_turn_is_warm() -> None:
     """Blocks are compared by hashes, in which the salt is."""
-    ours: Any = {"connector": "backhaul", "kv_recompute_threshold": 0, "prefix_caching": False}
+    ours: Any = {"connector": "backhaul", "claim_timeout_s": 20.0, "kv_recompute_threshold": 0, "prefix_caching": False}
     async with loopback_pair(prefill=ours, decode=ours) as pair, in_thread(pair, tenants=TENANTS, **SETTINGS) as http:
         history = await next_turn(http, ALICE, opening())
         assert (await chat(http, BOB, history)).headers["x-backhaul-route"] == "cold"
@@ -339,7 +339,7 @@ async def test_a_tenant_sees_and_ends_its_own_conversations_only(pair: LoopbackP
 
 
 async def test_a_tenant_pauses_and_renews_its_own() -> None:
-    ours: Any = {"connector": "backhaul", "kv_recompute_threshold": 0}
+    ours: Any = {"connector": "backhaul", "claim_timeout_s": 20.0, "kv_recompute_threshold": 0}
     async with loopback_pair(prefill=ours, decode=ours) as pair, in_thread(pair, tenants=TENANTS, **SETTINGS) as http:
         await chat(http, ALICE, opening())
         assert (await http.post(f"{ON_RECORD}/c/renew", headers=bearer(BOB))).json()["remaining_s"] is None
