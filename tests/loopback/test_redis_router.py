@@ -100,6 +100,17 @@ async def test_a_router_that_closes_leaves_what_others_go_on_with(server: RedisS
         assert (await next_turn(b, messages)).route is Route.WARM
 
 
+async def test_a_stock_decode_engine_with_a_fixed_id_is_never_read_from(server: RedisServer) -> None:
+    """Another router may have filed what an earlier process left, and the id does not tell."""
+    async with two(server, d={"engine_id": "fixed-by-its-operator"}) as (a, b):
+        messages = opening()
+        reports = [await next_turn(router, messages) for router in (a, a, b)]
+    assert [(report.route, report.reason) for report in reports] == [
+        (Route.COLD, Reason.FIRST_TURN),
+        *[(Route.COLD, Reason.ENGINE_CHANGED)] * 2,
+    ]
+
+
 @pytest.mark.parametrize("by_header", [True, False], ids=["with the turn", "after it"])
 async def test_a_pause_told_to_one_router_is_known_to_the_other(server: RedisServer, by_header: bool) -> None:
     async with two(server, **OURS) as (a, b):
