@@ -174,8 +174,7 @@ class Collecting(msgspec.Struct, frozen=True):
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
         settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now)
-        if turn.facts.api.refers_to_answers:
-            settled += turn.named(answer.id)
+        settled += turn.named(answer.id)
         head = Respond(200, turn.headers(placement, self.headers))
         return Done(), (*settled, turn.report(placement, now), head, Send(shown))
 
