@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol, assert_never
-from urllib.parse import unquote
-
-import msgspec
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, assert_never
 
 from . import digests, engine_changes, logs, ranks, salts, suspects, wire
 from .audit import AuditLine, compare
@@ -23,7 +19,6 @@ from .effects import (
     DropEngine,
     EndLease,
     GiveBack,
-    Headers,
     Lost,
     NoteResponse,
     Record,
@@ -33,11 +28,11 @@ from .effects import (
     Settle,
 )
 from .engine_changes import Draining
-from .engine_client import EngineCall, EngineClient, EngineFailure, EngineStream
-from .errors import ConfigError, error_event
+from .engine_client import EngineClient
+from .errors import ConfigError
 from .filing import Filing, Left, note
 from .fleet import Engine, Fleet, Holder, Role, check_fit
-from .hints import NO_HINTS, HintError, Hints, read_hints
+from .hints import HintError, read_hints
 from .http_client import HttpClient
 from .identity import HEADERS, Identity, IdentityError, identify, with_parent
 from .kept_kv import look
@@ -47,17 +42,17 @@ from .ledger import Branch, Held, Key
 from .ledger_protocol import Dropped, Ledger, arrived, open_ledger
 from .load_polling import LoadPolling
 from .pairs import PairChecks
+from .passing import POST, engine_headers, passed, passes
 from .pauses import Paused, pause
 from .probe import Unreachable, describe, process_began
 from .probing import Prober
 from .processes import Verdict
-from .report import Reason, ReuseReport, Route
+from .replies import Reply, Request, WholeReply, error_reply
+from .report import Reason, ReuseReport
 from .retention import Cause, Retention
 from .run import Run
 from .scope import ConversationScope, parent_of
 from .spans import NO_SPANS, Tracing
-from .sse import EventSplitter
-from .stream import cleaned
 from .suspects import Suspects
 from .turn import Turn
 
@@ -66,64 +61,7 @@ log = logging.getLogger("backhaul")
 _PROBE_AGAIN_S = 10.0
 _CHORES_S = 0.05
 """By so much later than it is due something may be dropped or asked."""
-_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-request-id")
 _TURNS = {str(endpoint): endpoint for endpoint in wire.Endpoint}
-_GET = ("/v1/models", "/health", "/version")
-_POST = (
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-)
-
-
-_SALTED = ("/v1/embeddings",)
-"""Of those, what runs the model, and so fills and reads an engine's prefix cache."""
-
-
-class Request(msgspec.Struct, frozen=True):
-    """What a client sent, whatever HTTP library or server it came through."""
-
-    method: str
-    path: str
-    """Path below the host with its query, such as `/v1/chat/completions`."""
-    headers: Sequence[tuple[str, str]]
-    body: bytes = b""
-    scope: ConversationScope | None = None
-    """The conversation that the calling code is in; explicit ids in the request go before it."""
-    route: Route | None = None
-    """Overrides the configured route for this turn."""
-    hints: Hints = NO_HINTS
-    """Those of the calling code; the request's own headers go before them."""
-    framework: Identity | None = None
-    """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
-    tenant: str = ""
-    """Whose it is: nothing is shared with or found by requests of another tenant (`salts`)."""
-
-
-class Reply(Protocol):
-    """What the client gets. `body` must be iterated to its end or closed: closing early aborts the engines."""
-
-    status: int
-    headers: Sequence[tuple[str, str]]
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-    async def aclose(self) -> None: ...
-
-
-class WholeReply:
-    """A reply whose body is known."""
-
-    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
-        self.status = status
-        self.headers = headers
-        self._body = body
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self._body
-
-    async def aclose(self) -> None:
-        pass
 
 
 def _refuse_two_ids(headers: Sequence[tuple[str, str]]) -> None:
@@ -131,13 +69,6 @@ def _refuse_two_ids(headers: Sequence[tuple[str, str]]) -> None:
     for wanted in HEADERS:
         if len({value for name, value in headers if value and name == wanted}) > 1:
             raise IdentityError(f"header:{wanted} is there twice, with two ids: name one conversation", wanted)
-
-
-def _error(path: str, status: int, message: str, *, code: str, param: str | None = None) -> WholeReply:
-    """An error of ours, in the shape of the API that the path belongs to."""
-    type_ = "invalid_request_error" if status < 500 else "server_error"
-    body = wire.api_of(path).error(message, type_=type_, code=code, param=param)
-    return WholeReply(status, (("content-type", "application/json"), ("x-should-retry", "false")), body)
 
 
 class Router:
@@ -323,11 +254,13 @@ class Router:
         `ConfigError` is raised."""
         path = request.path.partition("?")[0]
         endpoint = _TURNS.get(path) if request.method == "POST" else None
-        if endpoint is None and not self._passes(request.method, path):
-            served = ", ".join((*_TURNS, *_POST))
-            return _error(path, 404, f"{request.method} {path} is not served here; POST {served}", code="not_found")
+        if endpoint is None and not passes(request.method, path):
+            served = ", ".join((*_TURNS, *POST))
+            return error_reply(
+                path, 404, f"{request.method} {path} is not served here; POST {served}", code="not_found"
+            )
         if len(request.body) > self.config.max_body_bytes:
-            return _error(
+            return error_reply(
                 path,
                 413,
                 f"the body has {len(request.body)} bytes; the limit is {self.config.max_body_bytes} (max_body_bytes=)",
@@ -337,7 +270,7 @@ class Router:
         headers = dict(named)
         if endpoint is None:
             await self.connect()
-            return await self._pass(request, headers)
+            return await passed(request, headers, self.fleet, self.client, self.config)
         try:
             facts = wire.read_request(endpoint, request.body)
             if request.tenant:
@@ -355,13 +288,13 @@ class Router:
             identity = with_parent(identity, headers, parent_of(request.scope))
             hints = read_hints(headers, request.hints)
         except wire.MalformedBody as error:
-            return _error(path, 400, str(error), code="malformed_body")
+            return error_reply(path, 400, str(error), code="malformed_body")
         except IdentityError as error:
-            return _error(path, 400, str(error), code="conflicting_ids", param=error.param)
+            return error_reply(path, 400, str(error), code="conflicting_ids", param=error.param)
         except HintError as error:
-            return _error(path, 400, str(error), code="malformed_hint", param=error.param)
+            return error_reply(path, 400, str(error), code="malformed_hint", param=error.param)
         if request.tenant and (unknown := self._unknown_response(facts, request.tenant)):
-            return _error(path, 404, unknown, code="unknown_response", param="previous_response_id")
+            return error_reply(path, 404, unknown, code="unknown_response", param="previous_response_id")
         await self.connect()
         now = self.clock()
         if now >= self._next_chores:
@@ -378,9 +311,8 @@ class Router:
         turn.deaths = deaths
         turn.flushes = self.ledger.flushes
         logs.note(turn)
-        run = Run(
-            self, turn, request.scope, self._engine_headers(headers, identity.conversation if identity else None), spans
-        )
+        forwarded = engine_headers(headers, identity.conversation if identity else None)
+        run = Run(self, turn, request.scope, forwarded, spans)
         return await run.start()
 
     def _do_chores(self, now: float) -> None:
@@ -401,7 +333,7 @@ class Router:
             f"it is not sent to another one for {suspects.WINDOW_S:g} s"
         )
         log.warning("%s: %s", path, message)
-        return _error(path, 502, message, code="breaks_engines")
+        return error_reply(path, 502, message, code="breaks_engines")
 
     def _unknown_response(self, facts: wire.Facts, tenant: str) -> str | None:
         """Why a tenant cannot go on from the response that it names: the engine would go on from anybody's."""
@@ -424,53 +356,6 @@ class Router:
         if found is not None and (identity is None or found != identity.conversation):
             return Identity(found, "history", identity.parent if identity else None, by_history=True)
         return identity or Identity(f"anon-{uuid.uuid4().hex}", "history", by_history=True, new=True)
-
-    @staticmethod
-    def _passes(method: str, path: str) -> bool:
-        if method == "GET":
-            steps = set(unquote(path).split("/"))
-            return path in _GET or (path.startswith("/v1/models/") and not steps & {".", ".."})
-        return method == "POST" and path in _POST
-
-    @staticmethod
-    def _engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
-        """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
-        out = {}
-        for name in _FORWARDED_HEADERS:
-            if (value := headers.get(name)) is not None and value.isascii() and value.isprintable():
-                out[name] = value
-        request_id = out.get("x-request-id", "")
-        out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
-        if conversation and conversation.isascii():
-            out["x-session-id"] = conversation
-        return out
-
-    async def _pass(self, request: Request, headers: Mapping[str, str]) -> Reply:
-        """Gives a request that is no turn to a decode engine, and its answer back."""
-        path = request.path.partition("?")[0]
-        engine = self.fleet.pick(Role.DECODE)
-        if engine is None:
-            return _error(path, 503, "no decode engine is configured", code="no_engine")
-        try:
-            body = wire.passed_body(request.body) if request.method == "POST" else None
-            if body is not None and request.tenant and path in _SALTED:
-                body = salts.salted_body(body, request.tenant)
-        except wire.MalformedBody as error:
-            return _error(path, 400, str(error), code="malformed_body")
-        call = EngineCall(
-            engine.url + request.path, body, self._engine_headers(headers, None), self.config.decode_timeout_s
-        )
-        try:
-            stream = await self.client.open(call)
-            if stream.headers.get("content-type", "").startswith("text/event-stream"):
-                return _PassedStream(stream)
-            try:
-                answer = b"".join([chunk async for chunk in stream])
-            finally:
-                await stream.aclose()
-        except EngineFailure as failure:
-            return _error(path, 502, failure.message, code="decode_failed")
-        return WholeReply(stream.status, _passed_headers(stream), wire.without_handles(answer))
 
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
@@ -816,33 +701,6 @@ class Router:
     def usable(self, held: Held) -> Reason | None:
         """Why a handle on file cannot be used any more."""
         return None if self.fleet.made_by_current(held.decode, held.handle.engine_id) else Reason.ENGINE_CHANGED
-
-
-def _passed_headers(stream: EngineStream) -> Headers:
-    return [(name, stream.headers[name]) for name in ("content-type", "retry-after") if name in stream.headers]
-
-
-class _PassedStream:
-    """An engine's events as they are, without handles."""
-
-    def __init__(self, stream: EngineStream) -> None:
-        self._stream = stream
-        self.status = stream.status
-        self.headers = _passed_headers(stream)
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        splitter = EventSplitter()
-        try:
-            async for chunk in self._stream:
-                for event in splitter.feed(chunk):
-                    yield cleaned(event)
-        except EngineFailure as failure:
-            yield error_event(failure.message, type_="server_error", code="decode_failed")
-        finally:
-            await self._stream.aclose()
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
 
 __all__ = ["Reply", "Request", "Router", "WholeReply"]

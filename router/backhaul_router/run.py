@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, assert_never
 
 from .breakers import Who
+from .decoding import Relaying
 from .effects import (
     Action,
     Answered,
@@ -37,7 +38,8 @@ from .ledger import Taken
 from .report import ReuseReport
 from .scope import ConversationScope
 from .spans import NO_SPANS, Spans
-from .turn import Done, Relaying, State, Turn
+from .steps import Done, State
+from .turn import Turn
 
 if TYPE_CHECKING:
     from .router import Reply, Router

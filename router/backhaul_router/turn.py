@@ -1,4 +1,5 @@
-"""One turn as a state machine: what to ask which engine next, and what follows from the answer. No I/O, no clock.
+"""One turn as a state machine: what to ask which engine next, and what follows from the answer. No I/O, no clock. Here is what
+is known of a turn and decided for it; its states are in `preparing`, `prefilling` and `decoding`.
 
     Taking ──▶ Rendering ──▶ Checking ──▶ Prefilling ──▶ Decoding ──▶ Relaying    (an event stream)
                    │                                        ▲  └────▶ Collecting  (a whole body)
@@ -25,63 +26,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, assert_never
+from typing import Any
 
 import msgspec
 
 from . import digests, suspects, wire
 from .config import RouterConfig
+from .decoding import Decoding
 from .effects import (
-    Action,
-    Answered,
-    Call,
-    Check,
-    Checked,
-    Chunk,
     DropEngine,
-    Ended,
     EndLease,
-    Event,
-    Failed,
     GiveBack,
     Headers,
     Lost,
-    Need,
     NoteResponse,
-    Open,
-    Opened,
-    Read,
     Record,
     Release,
     Respond,
     Send,
     Settle,
-    Take,
-    Took,
 )
 from .engine_client import FailureKind
 from .errors import Leg
-from .exact_history import Kept, Listening, Said, said, said_in, splice
-from .extension import VOID, Account, Ask, keeps_waiting, reason_of
+from .exact_history import Kept, Said, said, splice
+from .extension import Account, Ask
 from .fleet import Engine, Fleet, Holder, Role
 from .hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from .identity import Identity
 from .ledger import Branch, Held, Key, Taken
 from .placement import NoEngine, Picks, Placement, Prompt, first_engine, needs_ids, pick_engines, place, why_moved
+from .prefilling import Prefilling
+from .preparing import Checking, Rendering, Taking
 from .processes import Asked
 from .report import Proof, Reason, ReuseReport, Route
 from .retention import Reserved
-from .stream import StreamFilter, stream_filter
+from .steps import Actions, Done, Step
 
-Actions = tuple[Action, ...]
 _MESSAGE_KEYS_BYTES = len(b'{"role":"user","content":""}')
 """Of a message, what does not become text of the prompt."""
 
 _ENDS_OTHERWISE = frozenset({"continue_final_message", "add_generation_prompt"})
 """With these a prompt does not end where an answer begins."""
-_HANDOFF_S = 10.0
-"""For so long after P's answer another D may be given P's blocks. P frees them after 30 s (`kv_lease_duration`) unless a D sends
-heartbeats for them, and a D that comes later reads what others have put there, status 200."""
 _VLLM_TTL_S = 480.0
 """vLLM's own `decoder_kv_blocks_ttl`."""
 _RIDING = 256
@@ -92,30 +77,6 @@ _NOTHING_TAKEN = Taken()
 _NOT_ASKED = Asked()
 _NO_IDS = msgspec.Raw(b"null")
 _NO_PROMPT = Prompt(0)
-
-
-class State(Protocol):
-    """A turn that is not done."""
-
-    @property
-    def need(self) -> Need: ...
-    def next(self, event: Event, now: float) -> Step: ...
-    def abandon(self, now: float) -> Actions:
-        """What remains to be done when the client leaves now."""
-
-
-class Done(msgspec.Struct, frozen=True):
-    """Nothing more to do."""
-
-
-Step = tuple[State | Done, Actions]
-
-
-class UnexpectedEvent(AssertionError):
-    """A driver's bug: it answered a need with an event of another kind."""
-
-    def __init__(self, state: object, event: object) -> None:
-        super().__init__(f"{type(state).__name__} got {type(event).__name__}")
 
 
 @dataclass
@@ -821,532 +782,3 @@ class Turn:
 
 
 _PASSED_HEADERS = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "cache-control")
-
-
-class Taking(msgspec.Struct, frozen=True):
-    """The ledger is asked for the conversation's history."""
-
-    turn: Turn
-
-    @property
-    def need(self) -> Take:
-        return Take(self.turn.key, self.turn.chain, self.turn.identity.parent if self.turn.identity else None)
-
-    def next(self, event: Event, now: float) -> Step:
-        match event:
-            case Took(taken):
-                return self.turn.took(taken, now)
-            case _:
-                raise UnexpectedEvent(self, event)
-
-    def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
-
-
-class Rendering(msgspec.Struct, frozen=True):
-    """An engine's own renderer turns the messages into token ids, so that they can be compared before anything runs."""
-
-    turn: Turn
-    engines: tuple[Engine, ...]
-    """The one that is asked, and those that could be."""
-    by_tokenize: bytes
-    since: float
-
-    @property
-    def need(self) -> Call:
-        engine, facts = self.engines[0], self.turn.facts
-        timeout_s = self.turn.config.prefill_timeout_s
-        if engine.renders:
-            return Call(Leg.RENDER, engine, f"{facts.endpoint}/render", wire.join(facts.members), timeout_s)
-        return Call(Leg.RENDER, engine, "/tokenize", self.by_tokenize, timeout_s)
-
-    def next(self, event: Event, now: float) -> Step:
-        turn, engine = self.turn, self.engines[0]
-        match event:
-            case Answered(200, _, body):
-                turn.draft["render_ms"] = (now - self.since) * 1e3
-                token_ids = wire.read_rendered(body)
-                if token_ids is None:
-                    turn.no_proof = True
-                elif engine.renders and turn.rewrites_answer(token_ids):
-                    return Closing(turn, engine, token_ids, now), ()
-                else:
-                    turn.rendered(token_ids, engine)
-                return turn.placed(now)
-            case Answered(400 | 413 | 422):
-                return turn.leave_to_decode(Reason.NO_PROOF, now)
-            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
-                return turn.refuse(None, 502, message, Leg.RENDER, now)
-            case Answered() | Failed():
-                if len(self.engines) > 1:
-                    turn.retry()
-                    return msgspec.structs.replace(self, engines=self.engines[1:], since=now), ()
-                turn.no_proof = True
-                return turn.placed(now)
-            case Took() | Checked() | Opened() | Chunk() | Ended():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
-
-
-class Closing(msgspec.Struct, frozen=True):
-    """Where does the last answer end in the prompt? The renderer is asked for the history up to there."""
-
-    turn: Turn
-    engine: Engine
-    token_ids: tuple[int, ...]
-    """The whole prompt's."""
-    since: float
-
-    @property
-    def need(self) -> Call:
-        facts = self.turn.facts
-        body = wire.closed_body(facts, self.turn.taken.common + 1)
-        return Call(Leg.RENDER, self.engine, f"{facts.endpoint}/render", body, self.turn.config.prefill_timeout_s)
-
-    def next(self, event: Event, now: float) -> Step:
-        turn = self.turn
-        match event:
-            case Answered(status, _, body):
-                turn.draft["render_ms"] += (now - self.since) * 1e3
-                turn.continued(self.token_ids, (wire.read_rendered(body) or ()) if status == 200 else (), self.engine)
-                return turn.placed(now)
-            case Failed(FailureKind.BROKEN, message) if not turn.outlives():
-                return turn.refuse(None, 502, message, Leg.RENDER, now)
-            case Failed():
-                turn.continued(self.token_ids, (), self.engine)
-                return turn.placed(now)
-            case Took() | Checked() | Opened() | Chunk() | Ended():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
-
-
-class Checking(msgspec.Struct, frozen=True):
-    """Nobody has read from this D by way of this P yet, and a P without bi-directional mode would hang; or D may be another
-    process than the one that made the handle."""
-
-    turn: Turn
-    placement: Placement
-    prefill: Engine
-    decode: str
-    engine_id: str
-
-    @property
-    def need(self) -> Check:
-        return Check(self.prefill, self.decode, self.engine_id)
-
-    def next(self, event: Event, now: float) -> Step:
-        match event:
-            case Checked(sure):
-                doubted = () if sure else self.turn.doubted()
-                state, actions = self.turn.placed(now)
-                return state, (*doubted, *actions)
-            case Took() | Answered() | Opened() | Chunk() | Ended() | Failed():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
-
-
-class Prefilling(msgspec.Struct, frozen=True):
-    """P computes the prompt, reading what it may, and keeps the blocks for D."""
-
-    turn: Turn
-    placement: Placement
-    engine: Engine
-    since: float
-
-    @property
-    def need(self) -> Call:
-        turn = self.turn
-        handle = None
-        if self.warm and turn.spare is not None:
-            held, to_ours = turn.spare.handle, self.engine.connector is not None
-            if self.placement.proof is Proof.CONNECTOR:
-                handle = wire.whole_handle(held)
-            else:
-                handle = wire.cut_handle(held, self.placement.blocks, turn.prompt.block_size, to_ours=to_ours)
-        body = wire.prefill_body(turn.facts, turn.ids_to_send, handle)
-        return Call(Leg.PREFILL, self.engine, turn.facts.endpoint, body, turn.config.prefill_timeout_s)
-
-    @property
-    def warm(self) -> bool:
-        return self.placement.route is Route.WARM
-
-    def next(self, event: Event, now: float) -> Step:
-        turn = self.turn
-        match event:
-            case Answered(200, _, body):
-                return self._answered(body, now)
-            case Answered(404, _, body) if turn.is_misplaced(self.engine, body, now):
-                return self._failed(FailureKind.REFUSED, f"{self.engine}: {wire.error_message(body)}", now)
-            case Answered(400 | 404 | 413 | 422):
-                # Rejected before admission, so the handle was not read. What the client gets is D's word on its own body.
-                return turn.leave_to_decode(Reason.NO_PROOF, now)
-            case Answered(401 | 403 | 429, headers, body):
-                return turn.pass_on(self.placement, event.status, headers, body, now)
-            case Answered(status, _, body):
-                message = f"{self.engine} answered {status}: {wire.error_message(body)}"
-                return self._failed(FailureKind.ERROR, message, now)
-            case Failed(kind, message):
-                return self._failed(kind, message, now)
-            case Took() | Checked() | Opened() | Chunk() | Ended():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def _answered(self, body: bytes, now: float) -> Step:
-        turn = self.turn
-        sent = turn.sent() if self.warm else None
-        try:
-            params, usage = wire.read_left(turn.facts.endpoint, body)
-        except (wire.MalformedBody, msgspec.DecodeError) as error:
-            message = f"{self.engine} sent an answer that cannot be read: {error}"
-            return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
-        handle = params.handle
-        if handle is None:
-            message = (
-                f"{self.engine} returned {wire.no_handle_in(body)}: start it with the NIXL connector "
-                "(NixlConnector, which pulls) as kv_producer (`backhaul up --dry-run` prints the flags)"
-            )
-            return turn.refuse(self.placement, 502, message, Leg.PREFILL, now, turn.release_held(sent))
-        elapsed_ms = (now - self.since) * 1e3
-        turn.draft["prefill_ms"] = elapsed_ms
-        if usage is not None:
-            turn.count_prefill(usage)
-            if turn.token_ids is not None and usage.prompt_tokens != len(turn.token_ids):
-                return self._ran_other_ids(handle, now)
-        if self.placement.proof is Proof.CONNECTOR and params.account is None:
-            return self._checked_nothing(handle, now)
-        turn.count_account(self.engine, params.account)
-        left_alone = sent if params.account is not None and keeps_waiting(params.account) else None
-        turn.decode_began = now
-        self._learn(elapsed_ms)
-        return turn.decoding(self._as_it_ran(params.account), handle), turn.release_held(left_alone)
-
-    def _learn(self, elapsed_ms: float) -> None:
-        turn = self.turn
-        computed, read = turn.draft.get("computed"), turn.draft.get("pulled")
-        if computed is None or turn.draft.get("retries"):
-            return
-        if not self.warm:
-            turn.fleet.learn_prefill(self.engine, elapsed_ms, computed, alone=turn.alone)
-            return
-        if read is None:  # a stock engine tells only the sum of what it read and what it had
-            read = turn.draft.get("cached") or 0
-        turn.fleet.learn_read(self.engine, elapsed_ms, computed, read, alone=turn.alone)
-
-    def _as_it_ran(self, account: Account | None) -> Placement:
-        """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
-        if not self.warm:
-            return self.placement
-        if account is None:
-            return self.placement if self._may_have_read() else self._cold(Reason.READ_FAILED)
-        if account.pulled or account.why in (None, "local_hit"):
-            return self.placement
-        if account.why == "below_threshold" and account.verified and account.local:
-            return self.placement  # its own cache had all but a few tokens
-        reason = reason_of(account.why)
-        if reason in VOID:
-            self.turn.void = reason
-        return self._cold(reason)
-
-    def _cold(self, reason: Reason) -> Placement:
-        return msgspec.structs.replace(self.placement, route=Route.COLD, proof=None, blocks=0, reason=reason)
-
-    def _may_have_read(self) -> bool:
-        """By the sum of what a stock P found in its own cache and read. What it does not read is little, or it read nothing."""
-        cached: int | None = self.turn.draft.get("cached")
-        little = max(self.turn.config.kv_recompute_threshold, self.turn.prompt.block_size)
-        return cached is None or cached + little >= self.turn.draft["offered"]
-
-    def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
-        """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
-        turn = self.turn
-        turn.fleet.note_unverified(self.engine)
-        turn.retry()
-        turn.draft |= {"offered": 0, "cached": None, "computed": None}
-        state, actions = turn.leave_to_decode(Reason.NO_PROOF, now)
-        return state, (Release(handle.params, self.placement.decode), *actions)
-
-    def _unaccounted(self) -> None:
-        if self.warm and self.engine.connector is not None:
-            self.turn.fleet.note_unaccounted(self.engine)
-
-    def _ran_other_ids(self, handle: wire.Handle, now: float) -> Step:
-        """The engine rendered the messages in spite of the ids: what was proven is not what ran. From now on nothing is."""
-        turn = self.turn
-        turn.fleet.note_ids_ignored()
-        turn.token_ids, turn.prompt, turn.no_proof = None, Prompt(turn.prompt.message_bytes), True
-        if self.warm:
-            turn.failure = Reason.NO_PROOF
-        turn.retry()
-        state, actions = turn.placed(now)
-        return state, (Release(handle.params, self.placement.decode), *actions)
-
-    def _failed(self, kind: FailureKind, message: str, now: float) -> Step:
-        turn = self.turn
-        self._unaccounted()
-        rest: Actions = ()
-        if self.warm and kind is not FailureKind.REFUSED:
-            rest = turn.release_held(turn.sent())
-            turn.failure = Reason.READ_FAILED
-            turn.draft["offered"] = 0
-            if kind is not FailureKind.BROKEN:
-                turn.retry()
-                return Prefilling(turn, self._cold(Reason.READ_FAILED), self.engine, now), rest
-        if (other := turn.another(self.engine, kind)) is not None:
-            turn.failed_on |= {self.engine.url}
-            turn.retry()
-            if self.warm:  # the other may not check handles, or not be able to read this one
-                state, actions = turn.placed(now)
-                return state, (*rest, *actions)
-            return Prefilling(turn, msgspec.structs.replace(self.placement, prefill=other), other, now), rest
-        status = 504 if kind is FailureKind.TIMEOUT else 502
-        return turn.refuse(self.placement, status, message, Leg.PREFILL, now, rest, unread=kind is FailureKind.REFUSED)
-
-    def abandon(self, now: float) -> Actions:
-        self._unaccounted()
-        release = self.turn.release_held(self.turn.sent() if self.warm else None)
-        return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
-
-
-class Decoding(msgspec.Struct, frozen=True):
-    """D is asked; its head has not come yet."""
-
-    turn: Turn
-    placement: Placement
-    prefilled: wire.Handle | None
-    """P's handle; `None` when D runs the turn alone."""
-    as_it_is: bool = False
-    """The client's own body, without ids and without transfer parameters."""
-    ask: Ask | None = None
-    """What a D that runs our connector is asked beside."""
-
-    @property
-    def ids_back(self) -> bool:
-        """Whether D is asked for the ids that it ran and made."""
-        turn = self.turn
-        return turn.reuses and not self.as_it_is and (turn.keeps_exact or not turn.by_connector)
-
-    @property
-    def need(self) -> Open | Call:
-        turn, decode, timeout_s = self.turn, self.placement.decode, self.turn.config.decode_timeout_s
-        body = wire.decode_body(
-            turn.facts,
-            turn.ids_to_send,
-            self.prefilled.params if self.prefilled else None,
-            ids_back=self.ids_back,
-            ask=self.ask,
-            passed_on=self.prefilled.passed_on if self.prefilled else None,
-        )
-        if turn.facts.stream or self.as_it_is:  # an engine takes more for true than the router does
-            return Open(decode, turn.facts.endpoint, body, timeout_s)
-        return Call(Leg.DECODE, decode, turn.facts.endpoint, body, timeout_s)
-
-    def next(self, event: Event, now: float) -> Step:
-        turn, placement = self.turn, self.placement
-        match event:
-            case Opened(200, headers) if headers.get("content-type", "").startswith("text/event-stream"):
-                stream = stream_filter(
-                    turn.facts,
-                    note=lambda usage: turn.count_answer(placement, usage),
-                    account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
-                    listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
-                )
-                return Relaying(self, headers, stream), ()
-            case Opened(status, headers):
-                return Collecting(self, status, headers), ()
-            case Answered(status, headers, body):
-                return Collecting(self, status, headers).ended(body, now)
-            case Failed(kind, message):
-                return self.failed(kind, message, now)
-            case Took() | Checked() | Chunk() | Ended():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def failed(self, kind: FailureKind, message: str, now: float) -> Step:
-        """D did not answer, or with an error, and the client has seen nothing yet."""
-        turn, placement = self.turn, self.placement
-        other = turn.another(placement.decode, kind)
-        if other is None:
-            status = 504 if kind is FailureKind.TIMEOUT else 502
-            unread = kind is FailureKind.REFUSED
-            return turn.refuse(placement, status, message, Leg.DECODE, now, self.release(), unread=unread)
-        turn.failed_on |= {placement.decode.url}
-        turn.retry()
-        if self.as_it_is:
-            return turn.leave_to_decode(placement.reason or Reason.NO_PROOF, now)
-        if kind is FailureKind.REFUSED and self.prefilled is not None and now - turn.decode_began < _HANDOFF_S:
-            return turn.decoding(msgspec.structs.replace(placement, decode=other), self.prefilled), self.not_admitted()
-        turn.failure = Reason.DECODE_FAILED
-        state, actions = turn.placed(now)
-        return state, (*self.release(), *actions)
-
-    def release(self) -> Actions:
-        """D may not have run the request: has P's blocks freed, and the leases that it was to end."""
-        freed = (Release(self.prefilled.params, self.placement.decode),) if self.prefilled else ()
-        return (*freed, *self.not_admitted())
-
-    def not_admitted(self) -> Actions:
-        """The leases that D was told to end with this request."""
-        holder = Holder(self.placement.decode.url)
-        return tuple(EndLease(holder, lease) for lease in self.ask.release) if self.ask else ()
-
-    def abandon(self, now: float) -> Actions:
-        report = self.turn.report(self.placement, now, error="client_gone")
-        return (*self.release(), *self.turn.unfinished(), report)
-
-
-class Collecting(msgspec.Struct, frozen=True):
-    """D answers with a whole body where a stream was asked for, or could have been."""
-
-    before: Decoding
-    status: int
-    headers: Mapping[str, str]
-    parts: tuple[bytes, ...] = ()
-
-    @property
-    def need(self) -> Read:
-        return Read()
-
-    def next(self, event: Event, now: float) -> Step:
-        match event:
-            case Chunk(data):
-                return msgspec.structs.replace(self, parts=(*self.parts, data)), ()
-            case Ended():
-                return self.ended(b"".join(self.parts), now)
-            case Failed(kind, message):
-                return self.before.failed(kind, message, now)
-            case Took() | Checked() | Answered() | Opened():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def ended(self, body: bytes, now: float) -> Step:
-        """The whole of it is there."""
-        return self._answer(body, now) if self.status == 200 else self._error(body, now)
-
-    def _answer(self, body: bytes, now: float) -> Step:
-        turn, placement = self.before.turn, self.before.placement
-        turn.first_byte = now
-        try:
-            answer = wire.read_answer(turn.facts.endpoint, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
-            turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
-            ran = turn.ran(answer.ran)
-            note = turn.count_answer(placement, answer.usage)
-            turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
-            shown = wire.client_answer(turn.facts, answer.members, note)
-        except (wire.MalformedBody, msgspec.DecodeError) as error:
-            message = f"{placement.decode} sent an answer that cannot be read: {error}"
-            return turn.refuse(placement, 502, message, Leg.DECODE, now)
-        settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now)
-        if turn.facts.api.refers_to_answers:
-            settled += turn.named(answer.id)
-        head = Respond(200, turn.headers(placement, self.headers))
-        return Done(), (*settled, turn.report(placement, now), head, Send(shown))
-
-    def _error(self, body: bytes, now: float) -> Step:
-        before = self.before
-        misplaced = self.status == 404 and before.turn.is_misplaced(before.placement.decode, body, now)
-        if self.status in (429, 503) or (self.status < 500 and not misplaced):
-            return before.turn.pass_on(before.placement, self.status, self.headers, body, now, before.release())
-        message = f"{before.placement.decode} answered {self.status}: {wire.error_message(body)}"
-        return before.failed(FailureKind.ERROR, message, now)
-
-    def abandon(self, now: float) -> Actions:
-        turn = self.before.turn
-        release = () if self.status == 200 else self.before.release()
-        return (*release, *turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
-
-
-class Relaying(msgspec.Struct, frozen=True):
-    """D streams. Until its first event the client has seen nothing, and the turn can still be tried again."""
-
-    before: Decoding
-    headers: Mapping[str, str]
-    stream: StreamFilter
-    started: bool = False
-
-    @property
-    def need(self) -> Read:
-        return Read()
-
-    def next(self, event: Event, now: float) -> Step:
-        match event:
-            case Chunk(data):
-                return self._chunk(data, now)
-            case Ended():
-                message = f"{self.before.placement.decode} ended the stream before it was complete"
-                return self._broke(FailureKind.BROKEN, message, now)
-            case Failed(kind, message):
-                return self._broke(kind, message, now)
-            case Took() | Checked() | Answered() | Opened():
-                raise UnexpectedEvent(self, event)
-            case _:
-                assert_never(event)
-
-    def _chunk(self, data: bytes, now: float) -> Step:
-        turn, placement, stream = self.before.turn, self.before.placement, self.stream
-        try:
-            passed = stream.feed(data)
-        except (wire.MalformedBody, msgspec.DecodeError) as error:
-            message = f"{placement.decode} sent an event that cannot be read: {error}"
-            return self._broke(FailureKind.BROKEN, message, now)
-        if not stream.events:
-            return self, ()
-        if stream.error is not None and not self.started:
-            message = f"{placement.decode} failed: {wire.error_message(stream.error)}"
-            return self.before.failed(FailureKind.ERROR, message, now)
-        actions: Actions = ()
-        if not self.started:
-            turn.first_byte = now
-            actions = (Respond(200, turn.headers(placement, self.headers)),)
-        if passed:
-            actions += (Send(passed),)
-        if not stream.finished:
-            return (self if self.started else msgspec.structs.replace(self, started=True)), actions
-        last = Send(stream.last)
-        if stream.error is not None:
-            ended = (
-                *turn.release(stream.handle, placement.decode),
-                *turn.unfinished(),
-                turn.report(placement, now, error="decode_failed"),
-            )
-            return Done(), (*actions, *ended, last)
-        if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
-            turn.fleet.count_unreachable_pin()
-        turn.said = stream.said
-        turn.learn_first_byte(placement)
-        settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
-        settled += turn.named(stream.answer_id)
-        return Done(), (*actions, *settled, turn.report(placement, now), last)
-
-    def _broke(self, kind: FailureKind, message: str, now: float) -> Step:
-        if not self.started:
-            return self.before.failed(kind, message, now)
-        turn, placement = self.before.turn, self.before.placement
-        event = turn.facts.api.error_event(
-            message, type_="server_error", code="decode_failed", events=self.stream.events
-        )
-        last = Send(event)
-        release = turn.release(self.stream.handle, placement.decode)
-        return Done(), (*release, *turn.unfinished(), turn.report(placement, now, error="decode_failed"), last)
-
-    def abandon(self, now: float) -> Actions:
-        turn, placement, stream = self.before.turn, self.before.placement, self.stream
-        if stream.handle is not None:
-            settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
-            return (*settled, turn.report(placement, now, error="client_gone"))
-        release = () if self.started else self.before.release()
-        return (*release, *turn.unfinished(), turn.report(placement, now, error="client_gone"))

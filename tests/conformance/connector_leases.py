@@ -52,13 +52,16 @@ async def leases_are_listed(engines: Engines) -> None:
 
 
 async def renewed_lease_outlives_its_time(engines: Engines) -> None:
-    handle, prompt = await grown(engines, retain_s=1.5)
-    lease = handle["remote_request_id"]
-    told = await operate(engines, renew=[lease, "no-such-lease"], ttl_s=60.0)
+    for kept_s in (0.8, 3.0, 12.0):  # a slow machine may renew too late
+        handle, prompt = await grown(engines, retain_s=kept_s)
+        lease = handle["remote_request_id"]
+        told = await operate(engines, renew=[lease, "no-such-lease"], ttl_s=60.0)
+        if lease in told["renewed"]:
+            break
     assert told["unknown"] == ["no-such-lease"]
     assert told["renewed"].keys() == {lease}
     assert 50 < told["renewed"][lease] <= 60
-    await asyncio.sleep(1.6)
+    await asyncio.sleep(kept_s + 0.1)
     assert (await read(engines, prompt, offered(handle)))["why"] is None
     await release(engines, handle)
 

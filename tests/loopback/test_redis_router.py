@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from backhaul_connector.loopback import LoopbackPair
+from backhaul_router.ledger_protocol import arrived
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.router import Router
 from redis_servers import RedisServer, needs_redis, redis_server
@@ -96,6 +97,29 @@ async def test_a_router_that_closes_leaves_what_others_go_on_with(server: RedisS
         other = dataclasses.replace(a, router=Router(a.router.config, on_report=a.reports.append))
         await next_turn(other, messages)
         await other.router.aclose()
+        assert (await next_turn(b, messages)).route is Route.WARM
+
+
+async def test_a_stock_decode_engine_with_a_fixed_id_is_never_read_from(server: RedisServer) -> None:
+    """Another router may have filed what an earlier process left, and the id does not tell."""
+    async with two(server, d={"engine_id": "fixed-by-its-operator"}) as (a, b):
+        messages = opening()
+        reports = [await next_turn(router, messages) for router in (a, a, b)]
+    assert [(report.route, report.reason) for report in reports] == [
+        (Route.COLD, Reason.FIRST_TURN),
+        *[(Route.COLD, Reason.ENGINE_CHANGED)] * 2,
+    ]
+
+
+@pytest.mark.parametrize("by_header", [True, False], ids=["with the turn", "after it"])
+async def test_a_pause_told_to_one_router_is_known_to_the_other(server: RedisServer, by_header: bool) -> None:
+    async with two(server, **OURS) as (a, b):
+        messages = opening()
+        await next_turn(a, messages, headers=[("x-backhaul-pause", "1800")] * by_header)
+        if not by_header:
+            assert (await a.router.pause("c", 1800)).released == 0
+        (held,) = await arrived(b.router.ledger.held_for("c"))
+        assert 1790 < held.deadline - b.router.clock() <= 1810
         assert (await next_turn(b, messages)).route is Route.WARM
 
 

@@ -28,7 +28,7 @@ from backhaul_router.effects import (
 from backhaul_router.errors import Leg
 from backhaul_router.ledger import Branch, Held, Taken
 from backhaul_router.report import Proof, Reason, Route
-from backhaul_router.turn import Done, UnexpectedEvent
+from backhaul_router.steps import Done, UnexpectedEvent
 from backhaul_router.wire import Endpoint, Facts
 from core_values import BLOCK, D1, D2, P1, P2, encoded, facts, fleet, handle, params
 from turn_drive import (

@@ -28,8 +28,8 @@ from backhaul_router.errors import Leg
 from backhaul_router.extension import _REASONS, VOID, reason_of
 from backhaul_router.fleet import Fleet, Holder
 from backhaul_router.ledger import Held, Taken
+from backhaul_router.preparing import Taking
 from backhaul_router.report import Proof, Reason, Route
-from backhaul_router.turn import Taking
 from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
     BODY,

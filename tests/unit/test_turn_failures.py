@@ -24,7 +24,7 @@ from backhaul_router.engine_client import FailureKind
 from backhaul_router.errors import Leg
 from backhaul_router.ledger import Taken
 from backhaul_router.report import Reason, Route
-from backhaul_router.turn import Done
+from backhaul_router.steps import Done
 from backhaul_router.wire import Facts
 from core_values import D1, D2, P1, P2, encoded, fleet, params
 from turn_drive import (

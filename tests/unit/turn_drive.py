@@ -29,7 +29,8 @@ from backhaul_router.fleet import Fleet
 from backhaul_router.identity import Identity
 from backhaul_router.ledger import Branch, Held, Taken
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.turn import Done, State, Turn
+from backhaul_router.steps import Done, State
+from backhaul_router.turn import Turn
 from backhaul_router.wire import Facts
 from core_values import BLOCK, D1, P1, config, encoded, facts, fleet, handle, params
 

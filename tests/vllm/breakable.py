@@ -26,8 +26,8 @@ from real_engines import EngineSet, metrics, wait_for_baseline
 from vllm_agents import COMPLETIONS, Agent, Answer
 
 BLOCK = 32
-RELEASED_S = 1.0
-"""So long after a router is closed its engines hold nothing for it."""
+RELEASED_S = 8.0
+"""So long after a router is closed its engines hold nothing for it. What ends by itself takes twice as long or longer."""
 PREFILL_LEASE_S = 35.0
 """P keeps for 30 s what no D has read, where nobody could tell it that none will."""
 
@@ -172,7 +172,7 @@ def _healthy(engine: Engine) -> bool:
 
 async def agrees(router: Router) -> None:
     """The prefill engines of ours count what the router was told. An engine renews its metrics with a step's delay."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 20.0
     while off := [str(line) for line in await router.audit() if line.difference]:
         assert time.monotonic() < deadline, off
         await asyncio.sleep(0.1)

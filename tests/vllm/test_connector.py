@@ -192,13 +192,17 @@ async def test_a_turn_releases_the_leases_that_it_supersedes(engines: EngineSet)
 
 async def test_a_lease_expires_unless_it_is_renewed(engines: EngineSet) -> None:
     short = await turn(engines, fresh(300), wishes={"shared": True, "retain_s": 1.0}, check=False)
-    renewed = await turn(engines, fresh(300), wishes={"shared": True, "retain_s": 1.0}, check=False)
     assert short.handle["backhaul"]["lease"]["ttl_s"] == 1.0
-    answer = await lease_ops(engines.decode[0], engines.model, renew=[renewed.lease, "nobody"], ttl_s=60.0)
+    for kept_s in (1.0, 4.0, 16.0):  # a slow machine may renew too late
+        began = time.monotonic()
+        renewed = await turn(engines, fresh(300), wishes={"shared": True, "retain_s": kept_s}, check=False)
+        answer = await lease_ops(engines.decode[0], engines.model, renew=[renewed.lease, "nobody"], ttl_s=60.0)
+        if renewed.lease in answer["renewed"]:
+            break
     assert (answer["renewed"], answer["unknown"]) == ({renewed.lease: 60.0}, ["nobody"])
-    began = time.monotonic()
+    await asyncio.sleep(began + kept_s + 0.1 - time.monotonic())
     while (await lease_ops(engines.decode[0], engines.model))["count"] > 1:
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         await asyncio.sleep(0.05)
     late = await turn(engines, [*short.sequence, 5], short.for_p, wishes={"retain": False})
     assert (late.p["pulled"], late.p["why"]) == (0, "expired")
@@ -438,7 +442,7 @@ async def test_a_d_that_died_costs_no_time_and_one_that_came_back_is_not_mistake
     try:
         began = time.monotonic()
         answer = await post(engines.prefill[0], COMPLETIONS, body(engines, prompt, kv_transfer_params=first.for_p))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         assert answer["choices"][0]["token_ids"] == reference
         assert answer["kv_transfer_params"]["backhaul"]["account"]["why"] == "unreachable"
     finally:

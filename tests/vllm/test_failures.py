@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from backhaul_router.report import Proof, Reason, Route
 from breakable import (
     BLOCK,
     PREFILL_LEASE_S,
+    RELEASED_S,
     Run,
     Settings,
     Site,
@@ -37,7 +39,7 @@ from real_engines import EngineSet, metrics, wait_for_baseline
 
 KINDS = ("ours", "stock")
 STOCK_TTL_S = 16.0
-HOLD_S = 2.0
+HOLD_S = 4.0
 WORKER = "VLLM::Worker"
 
 
@@ -141,7 +143,7 @@ async def test_our_connector_on_one_side_only_reads_with_the_routers_proof(
             prompt = [*prompt, *answer.token_ids, *range(150, 190)]
         await agrees(talk.router)
     for url in (p.p.url, d.d.url):
-        await wait_for_baseline(url, timeout_s=1.0)
+        await wait_for_baseline(url, timeout_s=RELEASED_S)
     argv = ["doctor", "--prefill", p.p.url, "--decode", d.d.url, "--json", str(tmp_path / "found.json")]
     assert await asyncio.to_thread(cli.main, argv) == 1
     found = json.loads((tmp_path / "found.json").read_text())
@@ -217,7 +219,7 @@ async def test_a_lease_channel_that_says_nothing_costs_a_second(ours: Site) -> N
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             talk.client.rewrite(ours.p, lambda params: params["backhaul"]["lease"].update(port=port))
-            with taking(8.0):
+            with taking(15.0):
                 answer = await talk.say(prompt)
         assert (answer.report.route, answer.report.reason) == (Route.COLD, Reason.READ_FAILED)
         await is_warm(talk, [*prompt, *answer.token_ids, *range(150, 190)])
@@ -257,15 +259,18 @@ async def test_a_side_channel_that_d_cannot_reach_is_computed_by_ours_and_told_b
 
 
 async def test_a_d_that_stands_still_is_given_up_in_time(site: Site) -> None:
-    async with site.router(audited=site.ours, prefill_timeout_s=4.0, decode_timeout_s=3.0) as talk:
+    async with site.router(audited=site.ours) as talk:
         prompt = await talk.more(fresh(300))
+        patient = talk.router.config
         with standing_still(site.d):
+            talk.router.config = replace(patient, prefill_timeout_s=4.0, decode_timeout_s=3.0)
             with taking(15.0):
                 answer = await talk.say(prompt, status=504)
             assert error_of(answer.raw)["code"] == "decode_timeout"
             assert site.d.url in error_of(answer.raw)["message"]
             site.keeps_for_a_while(site.p, PREFILL_LEASE_S)
             site.keeps_for_a_while(site.d, STOCK_TTL_S)
+        talk.router.config = patient
         answer = await talk.say(prompt)
         await is_warm(talk, [*prompt, *answer.token_ids, *range(150, 190)])
 
@@ -403,7 +408,7 @@ async def test_the_router_goes_round_a_stock_p_without_bidirectional_mode(
     for engine in (site.p, site.d):
         engine.check()
         assert await asyncio.to_thread(lambda engine=engine: engine.healthy)
-    await wait_for_baseline(site.d.url, timeout_s=1.0)
+    await wait_for_baseline(site.d.url, timeout_s=RELEASED_S)
 
 
 async def test_our_p_without_bidirectional_mode_says_so(
@@ -414,6 +419,6 @@ async def test_our_p_without_bidirectional_mode_says_so(
     assert (status, found["pairs"][0]["verdict"], found["pairs"][0]["detail"]) == (1, "not_read", "bidirectional_off")
     async with site.router() as talk:
         prompt = await talk.more(fresh(300))
-        with taking(5.0):
+        with taking(15.0):
             answer = await talk.say(prompt)
         assert (answer.report.route, answer.report.reason) == (Route.COLD, Reason.UNSAFE_PAIR)

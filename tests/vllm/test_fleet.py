@@ -79,7 +79,7 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
         async def closed() -> bool:
             return talk.router.fleet.breakers()[at] is BreakerState.CLOSED
 
-        await until(closed, 10.0)
+        await until(closed, 60.0)
         print(f"its breaker closed {time.monotonic() - since:.1f} s after it was healthy")
         with busy(talk, other):
             talk.agent.conversation = "a fourth"
@@ -89,7 +89,7 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
         decode = engines.decode[0]
         stream = asyncio.create_task(talk.broken_stream(prompt, max_tokens=7000))
         await until(lambda: runs(decode.url))
-        with taking(2.0):
+        with taking(15.0):
             decode.kill()
             *_, error = await stream
         assert error["error"]["code"] == "decode_failed"

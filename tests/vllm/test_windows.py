@@ -44,7 +44,7 @@ async def engines(windowed_engines: EngineSet) -> AsyncIterator[EngineSet]:
     yield windowed_engines
     for url in (*windowed_engines.decode, *windowed_engines.prefill):
         await lease_ops(url, windowed_engines.model, flush=True)
-        await wait_for_baseline(url, timeout_s=5.0)
+        await wait_for_baseline(url, timeout_s=20.0)
 
 
 async def told_by_d_alone(engines: EngineSet, prompt: list[int], generated: int) -> Turn:

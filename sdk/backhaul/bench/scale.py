@@ -29,7 +29,8 @@ from backhaul_router.identity import Identity
 from backhaul_router.ledger import Branch, Held, Key, MemoryLedger
 from backhaul_router.placement import Placement, Prompt, place
 from backhaul_router.report import Reason, Route
-from backhaul_router.turn import Done, Turn
+from backhaul_router.steps import Done
+from backhaul_router.turn import Turn
 from rich.table import Table
 
 from .table import console
