@@ -170,7 +170,10 @@ async def test_a_body_whose_length_nobody_announced_is_refused_at_the_limit(pair
         ("GET", "/backhaul", b"", {}, 404, "not_found"),
         ("GET", f"{ON_RECORD}/unknown", b"", {}, 404, "unknown_conversation"),
         ("DELETE", f"{ON_RECORD}/unknown", b"", {}, 404, "unknown_conversation"),
-        ("GET", f"{ON_RECORD}/c1?turn=one", b"", {}, 400, "malformed_query"),
+        *(
+            ("GET", f"{ON_RECORD}/c1?{query}", b"", {}, 400, "malformed_query")
+            for query in ("turn=one", "turn=1&wait=nan", "turn=0", f"turn={-(2**63) - 1}", f"turn={10**26}")
+        ),
         ("POST", ON_RECORD, b"{}", {}, 405, "method_not_allowed"),
     ],
 )
