@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,9 @@ CONVERSATIONS = "/backhaul/conversations"
 MAX_WAIT_S = 5.0
 _LINGER_S = 2.0
 """How long a refused body is still read and thrown away: a client that is writing sees the refusal only afterwards."""
+
+_TURN_BITS = 63
+"""Workers tell each other turns' numbers in so many."""
 
 _JSON = ("content-type", "application/json")
 _OPENAI = Endpoint.CHAT.api
@@ -390,6 +394,8 @@ class App:
         try:
             turn = int(query["turn"][-1]) if "turn" in query else None
             wait_s = min(max(float(query.get("wait", ["0"])[-1]), 0.0), MAX_WAIT_S)
+            if math.isnan(wait_s) or (turn is not None and turn.bit_length() > _TURN_BITS):
+                raise ValueError
         except ValueError:
             await _send_error(send, 400, "turn= takes a number, and wait= a number of seconds", "malformed_query")
             return
