@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from . import ranks
+from . import engine_key, ranks
 from .errors import ConfigError
 from .report import Route
 
@@ -89,8 +89,8 @@ class RouterConfig:
     """Begins every key there. Routers that share it must have the same engines."""
     redis_timeout_s: float = 0.05
     """Longest wait for an answer of that server. Without one a turn reuses nothing that earlier turns left."""
-    api_key: str | None = None
-    """Sent to the engines as a bearer token; never taken from the client's request."""
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    """Sent to the engines as a bearer token, ASCII without spaces; never taken from the client's request."""
     engine_ca_file: str | None = None
     """PEM file with the certificates of the authorities that engines behind `https` are trusted by, in place of the system's."""
 
@@ -113,6 +113,8 @@ class RouterConfig:
                 raise ConfigError(f"{field}= lists {min(mixed)} both as one engine and by its data-parallel ranks")
         if self.redis_url is not None and urlsplit(self.redis_url).scheme not in _REDIS:
             raise ConfigError(f"redis_url= should begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS)}")
+        if self.api_key is not None:
+            engine_key.check(self.api_key)
         if not self.redis_prefix:
             raise ConfigError("redis_prefix= is empty: choose a name for this fleet")
         if self.route is not None:

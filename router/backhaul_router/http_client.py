@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
-from . import ranks
+from . import engine_key, ranks
 from .engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
 from .http_connection import Connection, Connections, HttpStream, Target, reason_of
 from .tls import client_context
@@ -50,7 +50,10 @@ class HttpClient:
     def __init__(
         self, *, connect_timeout_s: float = 5.0, api_key: str | None = None, ca_file: str | None = None
     ) -> None:
-        """`connect_timeout_s` covers name resolution and TLS. Raises `ConfigError` for a `ca_file` that cannot be used."""
+        """`connect_timeout_s` covers name resolution and TLS. Raises `ConfigError` for a `ca_file` or an `api_key` that cannot be
+        used."""
+        if api_key is not None:
+            engine_key.check(api_key)
         self._tls = None if ca_file is None else client_context(ca_file)
         self._connect_timeout_s = connect_timeout_s
         self._authorization = None if api_key is None else f"Bearer {api_key}"

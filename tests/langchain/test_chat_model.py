@@ -145,6 +145,11 @@ def test_a_model_comes_back_from_langchains_serialisation(monkeypatch: pytest.Mo
     assert (back.prefill, back.local_max_tokens, back.engine_api_key) == (["http://p:1"], 7, SecretStr(KEY))
 
 
+def test_an_empty_key_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_ENGINE_API_KEY", "")
+    ChatBackhaul(model="m", prefill=["http://p:1"], decode=["http://d:1"])
+
+
 def test_what_the_environment_says_for_the_other_kind_of_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_BASE_URL", ROUTER)
     monkeypatch.setenv("BACKHAUL_ENGINE_API_KEY", KEY)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
+from backhaul_router.http_client import HttpClient
 from backhaul_router.report import Route
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
@@ -68,6 +69,35 @@ def test_credentials_in_a_url_are_refused_and_not_quoted(url: str) -> None:
     with pytest.raises(ConfigError, match="decode=: host: credentials") as caught:
         config(decode=[url])
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("hidden\n", "a line end as character 7 of 7"),
+        ("hidden\r\nX-Evil: 1", "a line end as character 7 of 17"),
+        ("hidden\0", "a control character as character 7"),
+        (" hidden", "a space as character 1"),
+        ("hidd\u00e9n", "one that is not ASCII as character 5"),
+        ("", "is empty"),
+        (b"hidden", "is a text, not bytes"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "make", [lambda key: config(api_key=key), lambda key: HttpClient(api_key=key)], ids=["settings", "client"]
+)
+def test_an_engines_key_that_cannot_be_in_a_requests_head_is_refused_and_not_quoted(
+    make: Any, key: Any, what: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^api_key: .*BACKHAUL_ENGINE_API_KEY\) .*{what}") as caught:
+        make(key)
+    assert "hid" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_that_is_printed_shows_no_secret() -> None:
+    assert "hidden" not in repr(config(api_key="hidden", redis_url="redis://:hidden@host/0"))
 
 
 @pytest.mark.parametrize("field", ["prefill", "decode"])

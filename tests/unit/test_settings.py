@@ -174,6 +174,8 @@ def test_an_option_that_is_wrong_is_not_blamed_on_the_file(write: Write) -> None
         (f"[admin]\nkey = ['{KEY}']", {}),
         (f"[admin]\nkey = '{KEY}'", {"BACKHAUL_ADMIN_KEY": KEY}),
         (f"[engines]\napi_key = ['{KEY}']", {}),
+        (f'[engines]\napi_key = "{KEY}\\u00e9"', {}),
+        ("", {"BACKHAUL_ENGINE_API_KEY": f"{KEY}\n"}),
         (f"[admin]\nkey = '{KEY}", {}),
         (f"[tenants]\na = ['{KEY}']", {"BACKHAUL_API_KEYS": f"a={KEY}"}),
         (f"[tenants]\na = ['{KEY}', '{KEY}', 1]", {}),
