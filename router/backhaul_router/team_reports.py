@@ -102,7 +102,7 @@ class TeamResponses:
             before = _decode_names(request.body).previous_response_id
         except (msgspec.DecodeError, RecursionError):
             return  # which the router says
-        if not fits(before) or self._known.conversation_of(before, request.tenant) is not None:
+        if before is None or not fits(before) or self._known.conversation_of(before, request.tenant) is not None:
             return
         answers = (await self._team.ask("response", Whom.UNTIL_ONE, [before, request.tenant])).answers
         found = next((one for one in answers.values() if one is not None), None)

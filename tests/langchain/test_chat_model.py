@@ -98,6 +98,7 @@ async def whole(chunks: AsyncIterator[Any]) -> AIMessageChunk:
         ({"base_url": ROUTER, "use_responses_api": True}, "this model speaks chat completions"),
         ({"base_url": ROUTER, "openai_proxy": "http://proxy:1"}, "give http_client= and http_async_client="),
         ({"base_url": ROUTER, "conversation_id": ""}, "conversation id ''"),
+        ({"base_url": "http://[::1:8000/v1"}, "base_url=: 'http://[::1:8000/v1' is not a URL"),
         ({"base_url": ROUTER, "n": 0}, "n must be at least 1"),
     ],
 )
