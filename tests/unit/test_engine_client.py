@@ -687,6 +687,8 @@ async def test_an_engine_that_never_reads_the_request_times_out(client):
         (CHUNKED + b"5\r\nab", "the connection ended before the answer was complete"),
         (CHUNKED + chunk(b"x") + b"no size\r\n", "the answer is not valid HTTP"),
         (b"HTTP/1.1 200 OK\r\n" + b"X-A: %b\r\n" % (b"a" * 2**10) * 80 + b"\r\n", "the answer is not valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nX-A: " + b"a" * 2**20, "the answer is not valid HTTP"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 2**14, "the answer is not valid HTTP"),
         (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "the answer is not valid HTTP"),
     ],
     ids=[
@@ -698,6 +700,8 @@ async def test_an_engine_that_never_reads_the_request_times_out(client):
         "half a chunk",
         "no chunk",
         "endless head",
+        "endless field",
+        "endless interim answers",
         "another protocol",
     ],
 )
