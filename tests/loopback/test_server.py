@@ -82,6 +82,13 @@ def text_in(stream: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
+async def test_a_report_has_no_more_of_a_models_name_than_any_engine_would_have(pair: LoopbackPair) -> None:
+    async with in_thread(pair) as http:
+        named = {"X-Conversation-ID": "c1"}
+        assert (await http.post(CHAT, json=body(pair, model="m" * 100_000), headers=named)).status_code == 404
+        assert (await reported(http))["model"] == "m" * 1024
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/version"])
 async def test_what_is_no_turn_is_passed_to_an_engine(pair: LoopbackPair, path: str) -> None:
     async with httpx2.AsyncClient() as direct, in_thread(pair) as http:

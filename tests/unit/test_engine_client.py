@@ -197,7 +197,9 @@ async def test_paths_are_sent_as_they_are_and_what_cannot_be_in_one_is_quoted(cl
     assert seen == ["GET /v1/models/org%2Fmodel:a@b?x=%41&y=1 HTTP/1.1", "GET /v1/models/a%20b%C3%A9 HTTP/1.1"]
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "http://host:99999/x", "no url"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host/x", "http://", "http://host:99999/x", "no url", "http://[::1:1/x", "http://[foo]:1/x"]
+)
 async def test_what_is_no_url_is_refused(client, url):
     failure = await failure_of(client.call(EngineCall(url)))
     assert failure.kind is FailureKind.REFUSED
