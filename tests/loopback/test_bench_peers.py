@@ -7,7 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from backhaul.bench import peers, peers_conversation
+from backhaul.bench.setups import QWEN3_32B
 
 STAND_IN = """\
 #!{python}
@@ -52,12 +54,15 @@ async def test_both_routers_and_the_calls_by_hand_are_measured_in_every_case(tmp
     assert all((row["cpu_ms"] is None) == (row["variant"] == "direct") for row in rows)
 
 
-async def test_a_conversation_is_timed_through_both_with_prefix_caching_off_and_on(tmp_path: Path) -> None:
-    stand_in, file = made(tmp_path / "vllm-router"), tmp_path / "rows.json"
-    case = ("--conversation", "qwen3-32b", "--turns", "2", "--json", str(file))
-    status, shown, said = await run("--vllm-router", str(stand_in), *case)
-    assert status == 0, said
-    assert "cost model of Qwen3-32B" in shown
+async def test_a_conversation_is_timed_through_both_with_prefix_caching_off_and_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    options = peers_conversation.Options(
+        vllm_router=made(tmp_path / "vllm-router"), setup=QWEN3_32B, turns=2, repeats=1, json=file
+    )
+    assert await asyncio.to_thread(peers_conversation.main, options) == 0
+    assert "cost model of Qwen3-32B" in capsys.readouterr().out
     rows = json.loads(file.read_text())["rows"]
     assert [(row["prefix_caching"], row["turn"], row["router"]) for row in rows] == [
         (prefix_caching, turn, router)

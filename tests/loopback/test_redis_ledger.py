@@ -460,7 +460,7 @@ def test_a_url_that_is_none_of_redis_is_refused(url: str) -> None:
 
 
 def test_a_wrong_port_is_told_without_the_password() -> None:
-    with pytest.raises(ConfigError, match="redis_url='redis://host:port/0'") as told:
+    with pytest.raises(ConfigError, match="redis_url= is not a URL; it should look like redis://host:6379/0") as told:
         open_ledger(config(redis_url="redis://:secret@host:port/0"), time.monotonic)
     assert "secret" not in str(told.value)
 
