@@ -130,7 +130,7 @@ class ChatBackhaul(RouterFields, BaseChatOpenAI):
             return options | {
                 "prefill": self.prefill,
                 "decode": self.decode,
-                "engine_api_key": _shown(self.engine_api_key),
+                "engine_api_key": _shown(self.engine_api_key) or None,
                 "base_url": self.openai_api_base,
             }
         if self.openai_api_base is None:
@@ -139,7 +139,7 @@ class ChatBackhaul(RouterFields, BaseChatOpenAI):
                 "such as http://router:8000/v1"
             )
         return options | {
-            "engine_api_key": _shown(self.engine_api_key),
+            "engine_api_key": _shown(self.engine_api_key) or None,
             "base_url": self.openai_api_base,
             "api_key": _shown(self.openai_api_key) or _NO_KEY,
         }

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 CONVERSATIONS = "/backhaul/conversations"
 MAX_WAIT_S = 5.0
+_MOST_TURNS = 2**53
 _LINGER_S = 2.0
 """How long a refused body is still read and thrown away: a client that is writing sees the refusal only afterwards."""
 
@@ -389,10 +391,14 @@ class App:
     async def _show(self, conversation: str, query: dict[str, list[str]], send: Send, whose: str) -> None:
         try:
             turn = int(query["turn"][-1]) if "turn" in query else None
-            wait_s = min(max(float(query.get("wait", ["0"])[-1]), 0.0), MAX_WAIT_S)
+            wait_s = float(query.get("wait", ["0"])[-1])
+            if not (turn is None or 1 <= turn <= _MOST_TURNS) or math.isnan(wait_s):
+                raise ValueError
         except ValueError:
-            await _send_error(send, 400, "turn= takes a number, and wait= a number of seconds", "malformed_query")
+            rule = f"turn= takes a number from 1 to {_MOST_TURNS}, and wait= a number of seconds"
+            await _send_error(send, 400, rule, "malformed_query")
             return
+        wait_s = min(max(wait_s, 0.0), MAX_WAIT_S)
         shown = await self.record.shown(whose, conversation, turn, wait_s)
         if shown is None:
             await _send_unknown(send, conversation)

@@ -87,6 +87,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _up(args: argparse.Namespace) -> int:
     from backhaul_connector import launch, options
 
+    from .serve_options import engine_api_key
     from .tenants import Tenants
 
     try:
@@ -94,6 +95,7 @@ def _up(args: argparse.Namespace) -> int:
         if args.dry_run or not args.router:
             return launch.up(config, dry_run=args.dry_run)
         tenants = Tenants.from_options(None)
+        engine_api_key()  # before engines take minutes to start
         with _listener(args.host, args.port) as listener:
             return launch.up(config, run=lambda engines: _route(engines, listener, tenants))
     except launch.LaunchError as error:

@@ -7,9 +7,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-from . import ranks
+from . import engine_key, ranks, urls
 from .errors import ConfigError
 from .report import Route
 
@@ -89,8 +88,8 @@ class RouterConfig:
     """Begins every key there. Routers that share it must have the same engines."""
     redis_timeout_s: float = 0.05
     """Longest wait for an answer of that server. Without one a turn reuses nothing that earlier turns left."""
-    api_key: str | None = None
-    """Sent to the engines as a bearer token; never taken from the client's request."""
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    """Sent to the engines as a bearer token, ASCII without spaces; never taken from the client's request."""
     engine_ca_file: str | None = None
     """PEM file with the certificates of the authorities that engines behind `https` are trusted by, in place of the system's."""
 
@@ -111,8 +110,10 @@ class RouterConfig:
                 raise ConfigError(f"{field}= lists the same engine twice")
             if mixed := ranks.listed_twice(urls):
                 raise ConfigError(f"{field}= lists {min(mixed)} both as one engine and by its data-parallel ranks")
-        if self.redis_url is not None and urlsplit(self.redis_url).scheme not in _REDIS:
-            raise ConfigError(f"redis_url= should begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS)}")
+        if self.redis_url is not None:
+            _check_redis(self.redis_url)
+        if self.api_key is not None:
+            engine_key.check(self.api_key)
         if not self.redis_prefix:
             raise ConfigError("redis_prefix= is empty: choose a name for this fleet")
         if self.route is not None:
@@ -147,13 +148,9 @@ def engine_url(field: str, url: str) -> str:
     """An engine's URL in its one spelling. Raises `ConfigError`, which names `field`."""
     if not isinstance(url, str):
         raise ConfigError(f"{field}=: {url!r} is not a URL")
-    parts = urlsplit(url)
-    try:
-        port_ok = parts.port is None or parts.port > 0
-    except ValueError:
-        port_ok = False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
-        raise ConfigError(f"{field}=: {url!r} is not an engine's URL; it should look like http://host:8100")
+    parts = urls.split(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ConfigError(f"{field}=: {urls.shown(url)!r} is not an engine's URL; it should look like http://host:8100")
     rank = re.fullmatch(r"dp=(\d{1,4})", parts.fragment)
     if parts.username or parts.password or parts.query or (parts.fragment and rank is None):
         raise ConfigError(
@@ -163,10 +160,23 @@ def engine_url(field: str, url: str) -> str:
     try:
         host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode()
     except UnicodeError:
-        raise ConfigError(f"{field}=: {url!r} is not an engine's URL: no host can have such a name") from None
+        raise ConfigError(
+            f"{field}=: {urls.shown(url)!r} is not an engine's URL: no host can have such a name"
+        ) from None
     # In one spelling, which is that of messages too: they are searched for it before they are shown to clients elsewhere.
     at = f"[{host}]" if ":" in host else host
     if parts.port not in (None, 443 if parts.scheme == "https" else 80):
         at += f":{parts.port}"
     base = f"{parts.scheme}://{at}{parts.path}".rstrip("/").removesuffix("/v1")
     return base if rank is None else f"{base}#dp={int(rank[1])}"
+
+
+def _check_redis(url: object) -> None:
+    """Nothing of it is shown: where a password is not written as it has to be, nobody knows where it ends."""
+    if not isinstance(url, str) or not url.startswith(tuple(f"{scheme}://" for scheme in _REDIS)):
+        raise ConfigError(f"redis_url= should begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS)}")
+    if urls.split(url) is None:
+        raise ConfigError(
+            "redis_url= is not a URL; it should look like redis://host:6379/0, an IPv6 address in brackets, and in a password "
+            "each of / ? # [ ] @ : percent-encoded"
+        )

@@ -16,9 +16,9 @@ import ssl
 import threading
 from collections.abc import AsyncGenerator
 from typing import Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from . import ranks
+from . import engine_key, ranks, urls
 from .engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
 from .http_connection import Connection, Connections, HttpStream, Target, reason_of
 from .tls import client_context
@@ -32,6 +32,7 @@ _LATE_S: Final = 0.05
 _FRAMING: Final = frozenset({"connection", "content-length", "host", "transfer-encoding"})
 """Headers that describe the connection or the body's length on it: set here, whatever a caller carries over."""
 
+_SECURE: Final = {"http": False, "https": True}
 _RANK: Final = ranks.HEADER.lower()
 _NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _NOT_IN_VALUES: Final = re.compile(r"[\x00\r\n]")
@@ -50,7 +51,10 @@ class HttpClient:
     def __init__(
         self, *, connect_timeout_s: float = 5.0, api_key: str | None = None, ca_file: str | None = None
     ) -> None:
-        """`connect_timeout_s` covers name resolution and TLS. Raises `ConfigError` for a `ca_file` that cannot be used."""
+        """`connect_timeout_s` covers name resolution and TLS. Raises `ConfigError` for a `ca_file` or an `api_key` that cannot be
+        used."""
+        if api_key is not None:
+            engine_key.check(api_key)
         self._tls = None if ca_file is None else client_context(ca_file)
         self._connect_timeout_s = connect_timeout_s
         self._authorization = None if api_key is None else f"Bearer {api_key}"
@@ -270,15 +274,15 @@ async def _live(connections: Connections) -> AsyncGenerator[None]:
 @functools.lru_cache(maxsize=1024)
 def _target(url: str) -> Target:
     url, rank = ranks.split(url)
-    parts = urlsplit(url)
+    parts = urls.split(url)
+    host = parts.hostname if parts is not None and parts.scheme in _SECURE else None
     try:
-        host, port = parts.hostname, parts.port
-        secure = {"http": False, "https": True}[parts.scheme]
         ascii_host = (host or "").encode("ascii" if host and ":" in host else "idna").decode()
-    except (KeyError, ValueError):
+    except UnicodeError:
         host = None
-    if not host:
-        raise EngineFailure(FailureKind.REFUSED, f"{url.partition('?')[0]}: this is not a usable URL")
+    if parts is None or not host:
+        raise EngineFailure(FailureKind.REFUSED, f"{urls.shown(url).partition('?')[0]}: this is not a usable URL")
+    secure, port = _SECURE[parts.scheme], parts.port
     shown = f"[{ascii_host}]" if ":" in ascii_host else ascii_host
     if port not in (None, 443 if secure else 80):
         shown += f":{port}"

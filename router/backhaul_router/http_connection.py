@@ -206,6 +206,8 @@ class Connection(asyncio.Protocol):
     def _forget_answer(self) -> None:
         self._fields: list[tuple[str, str]] = []
         self._head_bytes = 0
+        self._before_head = 0
+        """Bytes that came before the head was complete."""
         self._headed = False
         self._complete = False
         self._surplus = False
@@ -304,6 +306,9 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             valid = False
+        if not self._headed:  # httptools tells of a field when it is complete
+            self._before_head += len(data)
+            valid = valid and self._before_head <= 2 * _MAX_HEAD
         if self._bodies:
             body = self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies)
             self._bodies.clear()

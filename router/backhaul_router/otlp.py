@@ -10,8 +10,8 @@ import logging
 import os
 import threading
 from typing import Final
-from urllib.parse import urlsplit
 
+from . import urls
 from .errors import ConfigError
 from .spans import Tracing
 
@@ -45,13 +45,9 @@ def tracing_from(endpoint: str | None) -> Tracing | None:
 
 def traces_url(endpoint: str) -> str:
     """Where spans go, by a collector's base URL. Raises `ConfigError`."""
-    try:
-        parts = urlsplit(endpoint)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"otlp_endpoint={endpoint}: a collector's URL looks like http://host:4318")
+    parts = urls.split(endpoint)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ConfigError(f"otlp_endpoint={urls.shown(endpoint)}: a collector's URL looks like http://host:4318")
     base = endpoint.rstrip("/")
     return base if base.endswith(_PATH) else base + _PATH
 

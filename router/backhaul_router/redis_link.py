@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+from . import urls
 from .errors import ConfigError
 from .leases import LeaseError
 
@@ -64,8 +65,7 @@ class RedisLink:
     @property
     def address(self) -> str:
         """Without credentials."""
-        parts = urlsplit(self._url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return re.split("[?#]", urls.shown(self._url))[0]
 
     @property
     def down(self) -> bool:
@@ -141,8 +141,9 @@ class RedisLink:
                 socket_connect_timeout=self._timeout_s,
                 retry=self._redis.asyncio.retry.Retry(self._redis.backoff.NoBackoff(), 0),
             )
+            pool.connection_class(**pool.connection_kwargs)  # connects to nothing, and knows the options in the URL
             return self._redis.asyncio.Redis.from_pool(pool)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"redis_url={self.address!r}: {error}") from None
 
     # --- outages

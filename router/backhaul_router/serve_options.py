@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from . import engine_key
 from .settings import ENGINE_KEY_VARIABLE, REDIS_URL_VARIABLE, SETTINGS, Setting, Settings, load
 
 _TITLES = {"server": "server", "engines": "engines", "limits": "limits", "router": "settings"}
@@ -120,4 +121,7 @@ def settings_from(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
 
 
 def engine_api_key() -> str | None:
-    return os.environ.get(ENGINE_KEY_VARIABLE) or None
+    """The environment's. Raises `ConfigError` for one that cannot be sent."""
+    if key := os.environ.get(ENGINE_KEY_VARIABLE):
+        engine_key.check(key)
+    return key or None

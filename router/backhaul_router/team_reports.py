@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .ids import fits
 from .known_responses import KnownResponses
 from .on_record import Shown, joined, to_join
 from .router import Request
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TeamRecord:
-    """`Record` of all workers."""
+    """`Record` of all workers. What cannot be on record, whatever its size, is nothing that workers ask each other."""
 
     def __init__(self, team: Team, app: App) -> None:
         self._team = team
@@ -40,6 +41,8 @@ class TeamRecord:
         return sorted(map(joined, by_id.values()), key=lambda one: one["last_active"], reverse=True)
 
     async def shown(self, whose: str, conversation: str, turn: int | None, wait_s: float) -> Shown | None:
+        if not fits(conversation):
+            return None
         if turn is not None and wait_s and not self._app.reports.of(whose).has(conversation, turn):
             await self._team.ask("wait", Whom.UNTIL_ONE, [whose, conversation, turn, wait_s], wait_s + LIMIT_S)
         answers = (await self._team.ask("show", Whom.ALL, [whose, conversation, turn])).answers
@@ -47,6 +50,8 @@ class TeamRecord:
         return joined(parts) if parts else None
 
     async def forget(self, whose: str, conversation: str) -> bool:
+        if not fits(conversation):
+            return False
         answers = (await self._team.ask("forget", Whom.ALL, [whose, conversation])).answers
         return any(answers.values())
 
@@ -90,14 +95,14 @@ class TeamResponses:
         team.does("response", self._do_find)
 
     async def learn(self, request: Request) -> None:
-        """Makes known here what the request names, if any worker knows it."""
+        """Makes known here what the request names, if any worker knows it. What cannot be an id is known to none."""
         if request.path.partition("?")[0] != Endpoint.RESPONSES or _MARK not in request.body:
             return
         try:
             before = _decode_names(request.body).previous_response_id
         except (msgspec.DecodeError, RecursionError):
             return  # which the router says
-        if before is None or self._known.conversation_of(before, request.tenant) is not None:
+        if before is None or not fits(before) or self._known.conversation_of(before, request.tenant) is not None:
             return
         answers = (await self._team.ask("response", Whom.UNTIL_ONE, [before, request.tenant])).answers
         found = next((one for one in answers.values() if one is not None), None)

@@ -71,6 +71,8 @@ _VLLM_TTL_S = 480.0
 """vLLM's own `decoder_kv_blocks_ttl`."""
 _RIDING = 256
 """So many leases at most are released along with one turn."""
+_MAX_MODEL = 1024
+"""Characters of a model's name in a report. Engines' names are shorter; a client may send one of any length."""
 
 
 _NOTHING_TAKEN = Taken()
@@ -711,7 +713,7 @@ class Turn:
             **self.draft,
             "conversation": self.identity.conversation if self.identity else None,
             "tenant": self.tenant,
-            "model": self.facts.model or None,
+            "model": self.facts.model[:_MAX_MODEL] or None,
             "identity_source": self.identity.source if self.identity else None,
             "parent": self.identity.parent if self.identity else None,
             "route": placement.route if placement else Route.COLD,

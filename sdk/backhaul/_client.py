@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import openai
+from backhaul_router import urls
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
 from backhaul_router.identity import FIELDS, HEADERS
@@ -220,6 +222,7 @@ def _configured(
                 f"{who}: {min(settings)}= configures the embedded router: give prefill= and decode= too, "
                 "or set it where the router behind base_url= is configured"
             )
+        _check_base_url(who, rest.get("base_url"))
         return None, rest
     config = router_config(who, prefill, decode, engine_api_key, settings)
     _refuse(rest, f"{who}: prefill= and decode= make an embedded router", "leave one of the two out")
@@ -227,6 +230,22 @@ def _configured(
     if rest["api_key"] is None:
         rest["api_key"] = _PLACEHOLDER_KEY
     return config, {**rest, "base_url": _http.EMBEDDED_URL}
+
+
+def _check_base_url(who: str, given: object) -> None:
+    """openai's HTTP library says neither which URL is wrong nor whose."""
+    name, url = "base_url=", given
+    if given is None:
+        name, url = "OPENAI_BASE_URL", os.environ.get("OPENAI_BASE_URL")
+    module = _http.openais_http_module()
+    if not isinstance(url, str):
+        return
+    try:
+        module.URL(url)
+    except module.InvalidURL:
+        raise ConfigError(
+            f"{who}: {name}: {urls.shown(url)!r} is not a URL; it should look like http://router:8000/v1"
+        ) from None
 
 
 def _refuse(options: Mapping[str, Any], why: str, instead: str) -> None:

@@ -98,6 +98,7 @@ async def whole(chunks: AsyncIterator[Any]) -> AIMessageChunk:
         ({"base_url": ROUTER, "use_responses_api": True}, "this model speaks chat completions"),
         ({"base_url": ROUTER, "openai_proxy": "http://proxy:1"}, "give http_client= and http_async_client="),
         ({"base_url": ROUTER, "conversation_id": ""}, "conversation id ''"),
+        ({"base_url": "http://[::1:8000/v1"}, "base_url=: 'http://[::1:8000/v1' is not a URL"),
         ({"base_url": ROUTER, "n": 0}, "n must be at least 1"),
     ],
 )
@@ -143,6 +144,11 @@ def test_a_model_comes_back_from_langchains_serialisation(monkeypatch: pytest.Mo
     assert isinstance(back, ChatBackhaul)
     assert back.asdict() == model.asdict()
     assert (back.prefill, back.local_max_tokens, back.engine_api_key) == (["http://p:1"], 7, SecretStr(KEY))
+
+
+def test_an_empty_key_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_ENGINE_API_KEY", "")
+    ChatBackhaul(model="m", prefill=["http://p:1"], decode=["http://d:1"])
 
 
 def test_what_the_environment_says_for_the_other_kind_of_model_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

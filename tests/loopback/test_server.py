@@ -82,6 +82,13 @@ def text_in(stream: bytes) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
+async def test_a_report_has_no_more_of_a_models_name_than_any_engine_would_have(pair: LoopbackPair) -> None:
+    async with in_thread(pair) as http:
+        named = {"X-Conversation-ID": "c1"}
+        assert (await http.post(CHAT, json=body(pair, model="m" * 100_000), headers=named)).status_code == 404
+        assert (await reported(http))["model"] == "m" * 1024
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/version"])
 async def test_what_is_no_turn_is_passed_to_an_engine(pair: LoopbackPair, path: str) -> None:
     async with httpx2.AsyncClient() as direct, in_thread(pair) as http:
@@ -170,7 +177,10 @@ async def test_a_body_whose_length_nobody_announced_is_refused_at_the_limit(pair
         ("GET", "/backhaul", b"", {}, 404, "not_found"),
         ("GET", f"{ON_RECORD}/unknown", b"", {}, 404, "unknown_conversation"),
         ("DELETE", f"{ON_RECORD}/unknown", b"", {}, 404, "unknown_conversation"),
-        ("GET", f"{ON_RECORD}/c1?turn=one", b"", {}, 400, "malformed_query"),
+        *(
+            ("GET", f"{ON_RECORD}/c1?{query}", b"", {}, 400, "malformed_query")
+            for query in ("turn=one", "turn=1&wait=nan", "turn=0", f"turn={-(2**63) - 1}", f"turn={10**26}")
+        ),
         ("POST", ON_RECORD, b"{}", {}, 405, "method_not_allowed"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from backhaul_router.admin import Admin, Answer
+from backhaul_router.admin import PATH, Admin, Answer
 from backhaul_router.config import RouterConfig
 from backhaul_router.router import Router
 
@@ -89,3 +89,12 @@ async def test_what_is_not_there_is_told(method: str, path: str, status: int) ->
 async def test_a_new_engine_takes_a_role_and_a_url(body: bytes) -> None:
     answer = await Admin(Router(RouterConfig(**CONFIG))).answer("POST", "/backhaul/admin/engines", {}, body)
     assert (answer.status, answer.value["error"]["code"]) == (400, "malformed_body")
+
+
+@pytest.mark.parametrize(("method", "at"), [("POST", "/engines"), ("POST", "/engines/drain"), ("DELETE", "/engines")])
+async def test_an_engine_that_is_no_url_is_the_clients_mistake(method: str, at: str) -> None:
+    url = "http://[::1:8100"
+    body = json.dumps({"role": "decode", "url": url}).encode()
+    answer = await Admin(Router(RouterConfig(**CONFIG))).answer(method, PATH + at, {"url": [url]}, body)
+    assert answer.status == 400
+    assert f"{url!r} is not an engine's URL" in answer.value["error"]["message"]

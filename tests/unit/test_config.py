@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
+from backhaul_router.http_client import HttpClient
+from backhaul_router.redis_link import RedisLink
 from backhaul_router.report import Route
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
@@ -51,6 +53,12 @@ def test_an_engines_url_is_its_base(url: str, kept: str) -> None:
         "http://host:x",
         "http://host:0",
         "http://host:99999",
+        "http://[::1:8100",
+        "http://[foo]:8100",
+        "http://[::1]x:8100",
+        "http://::1:8100",
+        "http://a b:8100",
+        "http://a\0:8100",
         5,
         None,
     ],
@@ -68,6 +76,79 @@ def test_credentials_in_a_url_are_refused_and_not_quoted(url: str) -> None:
     with pytest.raises(ConfigError, match="decode=: host: credentials") as caught:
         config(decode=[url])
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://u:hidden@[::1:8100", "http://u:hidden@host:x", "http://u:hid[den@host", "ftp://u:hidden@host"]
+)
+def test_what_is_no_url_is_shown_without_its_credentials(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"decode=: .* is not an engine's URL") as caught:
+        config(decode=[url])
+    assert "hid" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("http://host", "should begin with"),
+        (5, "should begin with"),
+        ("redis://[::1", "is not a URL"),
+        ("redis://:hidden@[::1:6379/0", "is not a URL"),
+        ("redis://:hid/den@host", "is not a URL"),
+        ("rediss://:hid[den@host", "is not a URL"),
+        ("redis://host:port", "is not a URL"),
+    ],
+)
+def test_what_is_no_url_of_redis_is_refused_and_not_shown(url: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"^redis_url= {what}") as caught:
+        config(redis_url=url)
+    assert "hid" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://[::1]:6379/0", "redis://", "rediss://u:p%2Fw@host", "unix:///run/r.sock?db=1"]
+)
+def test_a_url_of_redis(url: str) -> None:
+    assert config(redis_url=url).redis_url == url
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("hidden\n", "a line end as character 7 of 7"),
+        ("hidden\r\nX-Evil: 1", "a line end as character 7 of 17"),
+        ("hidden\0", "a control character as character 7"),
+        (" hidden", "a space as character 1"),
+        ("hidd\u00e9n", "one that is not ASCII as character 5"),
+        ("", "is empty"),
+        (b"hidden", "is a text, not bytes"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "make", [lambda key: config(api_key=key), lambda key: HttpClient(api_key=key)], ids=["settings", "client"]
+)
+def test_an_engines_key_that_cannot_be_in_a_requests_head_is_refused_and_not_quoted(
+    make: Any, key: Any, what: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^api_key: .*BACKHAUL_ENGINE_API_KEY\) .*{what}") as caught:
+        make(key)
+    assert "hid" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_that_is_printed_shows_no_secret() -> None:
+    assert "hidden" not in repr(config(api_key="hidden", redis_url="redis://:hidden@host/0"))
+
+
+@pytest.mark.parametrize(
+    ("option", "what"), [("socket_timeout=soon", "Invalid value for 'socket_timeout'"), ("no_such=1", "no_such")]
+)
+def test_an_option_that_redis_does_not_know_is_told_at_the_start(option: str, what: str) -> None:
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match=f"^redis_url='redis://host:1': .*{what}") as caught:
+        RedisLink(f"redis://:hidden@host:1?{option}", 1.0)
+    assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize("field", ["prefill", "decode"])

@@ -197,7 +197,9 @@ async def test_paths_are_sent_as_they_are_and_what_cannot_be_in_one_is_quoted(cl
     assert seen == ["GET /v1/models/org%2Fmodel:a@b?x=%41&y=1 HTTP/1.1", "GET /v1/models/a%20b%C3%A9 HTTP/1.1"]
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "http://", "http://host:99999/x", "no url"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host/x", "http://", "http://host:99999/x", "no url", "http://[::1:1/x", "http://[foo]:1/x"]
+)
 async def test_what_is_no_url_is_refused(client, url):
     failure = await failure_of(client.call(EngineCall(url)))
     assert failure.kind is FailureKind.REFUSED
@@ -757,6 +759,8 @@ async def test_an_engine_that_never_reads_the_request_times_out(client):
         (CHUNKED + b"5\r\nab", "the connection ended before the answer was complete"),
         (CHUNKED + chunk(b"x") + b"no size\r\n", "the answer is not valid HTTP"),
         (b"HTTP/1.1 200 OK\r\n" + b"X-A: %b\r\n" % (b"a" * 2**10) * 80 + b"\r\n", "the answer is not valid HTTP"),
+        (b"HTTP/1.1 200 OK\r\nX-A: " + b"a" * 2**20, "the answer is not valid HTTP"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 2**14, "the answer is not valid HTTP"),
         (b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", "the answer is not valid HTTP"),
     ],
     ids=[
@@ -768,6 +772,8 @@ async def test_an_engine_that_never_reads_the_request_times_out(client):
         "half a chunk",
         "no chunk",
         "endless head",
+        "endless field",
+        "endless interim answers",
         "another protocol",
     ],
 )

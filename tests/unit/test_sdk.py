@@ -138,6 +138,8 @@ def test_router_settings_and_the_engines_key_go_to_the_router(router: FakeRouter
         ({**ENGINES, "base_url": "http://x/v1"}, "so base_url= has nothing to apply to"),
         ({**ENGINES, "http_client": object()}, "so http_client= has nothing to apply to"),
         ({**ENGINES, "route": "hot"}, "route='hot': use one of cold, warm, local"),
+        ({**ENGINES, "prefill": ["http://[::1:8100"]}, "is not an engine's URL"),
+        ({"base_url": "http://u:p@[::1:8000/v1"}, r"OpenAI: base_url=: 'http://\[::1:8000/v1' is not a URL"),
         ({"base_url": "http://x/v1", "reuse": False}, "reuse= configures the embedded router"),
         ({"base_url": "http://x/v1", "engine_api_key": "k"}, "engine_api_key= configures the embedded router"),
     ],
@@ -148,6 +150,13 @@ def test_settings_that_cannot_work_together_are_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         kind(**options)
+
+
+def test_a_base_url_of_the_environment_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://[::1:8000/v1")
+    with pytest.raises(ConfigError, match=r"^OpenAI: OPENAI_BASE_URL: 'http://\[::1:8000/v1' is not a URL"):
+        backhaul.OpenAI(api_key="k")
+    backhaul.OpenAI(api_key="k", base_url="http://x/v1")
 
 
 @pytest.mark.parametrize("kind", [backhaul.OpenAI, backhaul.AsyncOpenAI])

@@ -132,6 +132,10 @@ def test_the_example_can_be_used_and_shows_every_setting_with_its_default() -> N
         ("[server]\ngrace_s = inf", "[server] grace_s: grace_s=inf: a number of seconds, 0 or more"),
         ("[server]\ntls_key = 'k'", "[server] tls_key: tls_key=k: a key without a certificate (tls_cert)"),
         (
+            "[server]\notlp_endpoint = 'http://u:p@[::1:4318'",
+            "[server] otlp_endpoint: otlp_endpoint=http://[::1:4318: a collector's URL looks like http://host:4318",
+        ),
+        (
             "[server]\notlp_endpoint = 'collector:4318'",
             "[server] otlp_endpoint: otlp_endpoint=collector:4318: a collector's URL looks like http://host:4318",
         ),
@@ -174,6 +178,8 @@ def test_an_option_that_is_wrong_is_not_blamed_on_the_file(write: Write) -> None
         (f"[admin]\nkey = ['{KEY}']", {}),
         (f"[admin]\nkey = '{KEY}'", {"BACKHAUL_ADMIN_KEY": KEY}),
         (f"[engines]\napi_key = ['{KEY}']", {}),
+        (f'[engines]\napi_key = "{KEY}\\u00e9"', {}),
+        ("", {"BACKHAUL_ENGINE_API_KEY": f"{KEY}\n"}),
         (f"[admin]\nkey = '{KEY}", {}),
         (f"[tenants]\na = ['{KEY}']", {"BACKHAUL_API_KEYS": f"a={KEY}"}),
         (f"[tenants]\na = ['{KEY}', '{KEY}', 1]", {}),
@@ -211,6 +217,13 @@ def test_check_says_everything_that_is_wrong(write: Write, capsys: pytest.Captur
     assert said.startswith(f"backhaul serve: {file}: [server] port:")
     assert "did you mean host?" in said
     assert "prefill= is empty" in said
+
+
+@pytest.mark.parametrize("engine", ["http://[::1:8100", "http://[foo]:8100"])
+def test_check_says_which_url_is_none(write: Write, capsys: pytest.CaptureFixture[str], engine: str) -> None:
+    file = write(f"[engines]\nprefill = ['{engine}']\ndecode = ['http://d:1']\n")
+    assert cli.main(["serve", "--config", str(file), "--check"]) == 2
+    assert f"[engines] prefill: prefill=: {engine!r} is not an engine's URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

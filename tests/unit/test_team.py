@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+from typing import Any, cast
 
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
+from backhaul_router.ids import MAX_ID_BYTES
+from backhaul_router.known_responses import KnownResponses
 from backhaul_router.on_record import joined, to_join
 from backhaul_router.reload import in_force
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.reports import ReportLog
+from backhaul_router.router import Request
 from backhaul_router.settings import Settings, load
 from backhaul_router.team_admin import changed, listed, with_members
+from backhaul_router.team_reports import TeamRecord, TeamResponses
 from backhaul_router.worker_link import Answers, Ask, How, Member, Message, Stop, Unpacker, Whom, packed
 from backhaul_router.worker_process import MOST_FAILURES, STEADY_S, Restarts
 
@@ -70,6 +75,40 @@ def test_messages_arrive_whole_in_pieces_of_any_size(size: int) -> None:
     data, unpacker = b"".join(map(packed, sent)), Unpacker()
     got = [one for start in range(0, len(data), size) for one in unpacker.feed(data[start : start + size])]
     assert got == sent
+
+
+# --- what goes over the link at all
+
+
+class Asked:
+    """In place of a `Team`: notes what it is asked, and nobody knows anything."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def does(self, kind: str, work: object) -> None: ...
+
+    async def ask(self, kind: str, whom: Whom, what: Any, limit_s: float = 2.0) -> Answers:
+        self.asked.append((kind, what))
+        return answers(w1=None, w2=None)
+
+
+@pytest.mark.parametrize(("size", "asks"), [(MAX_ID_BYTES, True), (MAX_ID_BYTES + 1, False), (0, False)])
+async def test_nobody_is_asked_for_a_response_whose_id_cannot_be_one(size: int, asks: bool) -> None:
+    team: Any = Asked()
+    before = "r" * size
+    body = json.dumps({"previous_response_id": before}).encode()
+    await TeamResponses(team, KnownResponses()).learn(Request("POST", "/v1/responses", [], body))
+    assert team.asked == ([("response", [before, ""])] if asks else [])
+
+
+@pytest.mark.parametrize("conversation", ["c" * (MAX_ID_BYTES + 1), "a\nb"], ids=["long", "unprintable"])
+async def test_nobody_is_asked_for_a_conversation_whose_id_cannot_be_one(conversation: str) -> None:
+    team: Any = Asked()
+    record = TeamRecord(team, cast("Any", None))
+    assert await record.shown("", conversation, 1, 1.0) is None
+    assert await record.forget("", conversation) is False
+    assert team.asked == []
 
 
 # --- reports

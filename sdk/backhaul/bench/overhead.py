@@ -18,7 +18,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +43,8 @@ MODEL = "loopback"
 BLOCK = 16
 ANSWER_TOKENS = 16
 MAX_MODEL_LEN = 262_144
+BLOCKS = MAX_MODEL_LEN // BLOCK * 64
+"""Of an engine: what 32 large conversations leave is far from what a router has given up for want of room."""
 _NEW_BYTES = 600
 """About what the measured turn adds to its history, the answer included."""
 _LIMIT_S = 600.0
@@ -112,7 +114,7 @@ async def measure(
             "--max-model-len",
             str(MAX_MODEL_LEN),
             "--num-blocks",
-            str(MAX_MODEL_LEN // BLOCK * 4),
+            str(BLOCKS),
         )
         prefill, decode = [
             await stack.enter_async_context(program("backhaul_connector.loopback", "--role", role, *engine))
@@ -420,12 +422,12 @@ class _EmbeddedTurn:
         self._work = work
         self._id = f"embedded-{next(_numbers)}"
 
-    async def send(self, body: bytes) -> str | None:
+    async def send(self, body: bytes) -> str:
         headers = [*_JSON.items(), (_CONVERSATION, self._id)]
         reply = await self._router.handle(Request("POST", _PATH, headers, body))
         async for _ in reply:
             pass
-        return dict(reply.headers).get("x-backhaul-route") if reply.status == 200 else f"with status {reply.status}"
+        return _how_it_ran(reply.status, dict(reply.headers))
 
     async def run(self) -> None:
         _check_warm(await self.send(self._work.second))
@@ -456,10 +458,10 @@ class _ServedTurn:
         self._work = work
         self._id = f"served-{next(_numbers)}"
 
-    async def send(self, body: bytes) -> str | None:
+    async def send(self, body: bytes) -> str:
         headers = {**_JSON, _CONVERSATION: self._id}
         answer = await _post(self._served.http, self._served.url + _PATH, body, headers)
-        return answer.headers.get("x-backhaul-route") if answer.status == 200 else f"with status {answer.status}"
+        return _how_it_ran(answer.status, answer.headers)
 
     async def run(self) -> None:
         _check_warm(await self.send(self._work.second))
@@ -472,6 +474,13 @@ class _ServedTurn:
 _numbers = itertools.count(1)
 
 
-def _check_warm(route: str | None) -> None:
-    if route != Route.WARM:
-        raise NotWarm(f"a turn that was to be measured ran {route}, not warm")
+def _how_it_ran(status: int, headers: Mapping[str, str]) -> str:
+    if status != 200:
+        return f"with status {status}"
+    reason = headers.get("x-backhaul-reason")
+    return headers["x-backhaul-route"] + (f" ({reason})" if reason else "")
+
+
+def _check_warm(how_it_ran: str) -> None:
+    if how_it_ran != Route.WARM:
+        raise NotWarm(f"a turn that was to be measured ran {how_it_ran}, not warm")

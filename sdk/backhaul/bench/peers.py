@@ -26,7 +26,7 @@ from backhaul_router.engine_client import EngineCall, EngineFailure
 from backhaul_router.http_client import HttpClient
 from rich.table import Table
 
-from .overhead import BLOCK, MAX_MODEL_LEN, first_turn, handed_on
+from .overhead import BLOCKS, MAX_MODEL_LEN, first_turn, handed_on
 from .programs import Program, cpu_s, program, rss_mb
 from .table import console
 
@@ -177,8 +177,7 @@ class Site:
 async def site(path: Path, *, engine: Sequence[str] = (), prefill: Sequence[str] = ()) -> AsyncIterator[Site]:
     """Starts everything, with these further flags of both engines and of P. Raises `PeerError` or `OSError`."""
     async with AsyncExitStack() as stack:
-        blocks = str(MAX_MODEL_LEN // BLOCK * 4)
-        size = ("--connector", "backhaul", "--max-model-len", str(MAX_MODEL_LEN), "--num-blocks", blocks)
+        size = ("--connector", "backhaul", "--max-model-len", str(MAX_MODEL_LEN), "--num-blocks", str(BLOCKS))
         p, d = [
             await stack.enter_async_context(
                 program("backhaul_connector.loopback", "--role", role, *size, *engine, *more)
