@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
@@ -42,6 +42,8 @@ _HANDOFF_S = 10.0
 """For so long after P's answer another D may be given P's blocks. P frees them after 30 s (`kv_lease_duration`) unless a D sends
 heartbeats for them, and a D that comes later reads what others have put there, status 200."""
 
+_STREAM: Final = "text/event-stream"
+
 
 class Decoding(msgspec.Struct, frozen=True):
     """D is asked; its head has not come yet."""
@@ -79,7 +81,7 @@ class Decoding(msgspec.Struct, frozen=True):
     def next(self, event: Event, now: float) -> Step:
         turn, placement = self.turn, self.placement
         match event:
-            case Opened(200, headers) if headers.get("content-type", "").startswith("text/event-stream"):
+            case Opened(200, headers) if headers.get("content-type", "").startswith(_STREAM):
                 stream = stream_filter(
                     turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
@@ -129,6 +131,21 @@ class Decoding(msgspec.Struct, frozen=True):
     def abandon(self, now: float) -> Actions:
         report = self.turn.report(self.placement, now, error="client_gone")
         return (*self.release(), *self.turn.unfinished(), report)
+
+    def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
+        if status != 200:
+            return ()
+        if content_type.startswith(_STREAM):
+            return overheard_events(self, stream_filter(self.turn.facts, note=lambda _: None), data)
+        if not whole:
+            return ()
+        answer = wire.read_answer(self.turn.facts.endpoint, data, ids=False)
+        return self.turn.release(answer.params.handle, self.placement.decode)
+
+
+def overheard_events(before: Decoding, stream: StreamFilter, data: bytes) -> Actions:
+    stream.feed(data)
+    return before.turn.release(stream.handle, before.placement.decode)
 
 
 class Collecting(msgspec.Struct, frozen=True):
@@ -190,6 +207,9 @@ class Collecting(msgspec.Struct, frozen=True):
         turn = self.before.turn
         release = () if self.status == 200 else self.before.release()
         return (*release, *turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
+
+    def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
+        return self.before.overheard(status, content_type, b"".join((*self.parts, data)), whole=whole)
 
 
 class Relaying(msgspec.Struct, frozen=True):
@@ -272,3 +292,8 @@ class Relaying(msgspec.Struct, frozen=True):
             return (*settled, turn.report(placement, now, error="client_gone"))
         release = () if self.started else self.before.release()
         return (*release, *turn.unfinished(), turn.report(placement, now, error="client_gone"))
+
+    def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
+        if self.stream.handle is not None:  # settled when the client left
+            return ()
+        return overheard_events(self.before, self.stream, data)

@@ -30,6 +30,12 @@ class EngineFailure(Exception):
         self.message = message
 
 
+class Kept(msgspec.Struct):
+    """An exchange whose caller may be cancelled, and reads then what had been sent to it."""
+
+    stream: EngineStream | None = None
+
+
 class EngineCall(msgspec.Struct, frozen=True):
     """One HTTP request to an engine."""
 
@@ -39,6 +45,9 @@ class EngineCall(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     timeout_s: float = 120.0
     """`call`: limit for the whole exchange. `open`: longest silence before the head and between chunks."""
+    kept: Kept | None = None
+    """Filled in when the request is sent. Then a cancelled wait does not end the exchange: whoever gave this does, by `leave()`
+    and `aclose()`. A client that does not fill it in has ended the exchange itself."""
 
 
 class EngineAnswer(msgspec.Struct, frozen=True):
@@ -58,6 +67,9 @@ class EngineStream(Protocol):
     @property
     def headers(self) -> Mapping[str, str]:
         """Names in lower case."""
+
+    def leave(self) -> None:
+        """Has the engine notice at once that nobody waits any more. What it had sent by then can still be read."""
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         """Chunks as they come off the socket, never joined or split. Raises `EngineFailure`."""

@@ -71,10 +71,11 @@ class HttpClient:
         try:
             async with asyncio.timeout(request.timeout_s):
                 stream = await self._send(request)
-                body = b"".join([chunk async for chunk in stream])
+                body = await stream.read_all()
         except TimeoutError:
             if stream is not None:
                 stream.abort()
+            await _end(request)
             raise EngineFailure(
                 FailureKind.TIMEOUT, f"{_target(request.url).name}: no complete answer within {request.timeout_s:g} s"
             ) from None
@@ -85,6 +86,7 @@ class HttpClient:
             async with asyncio.timeout(request.timeout_s):
                 stream = await self._send(request)
         except TimeoutError:
+            await _end(request)
             raise EngineFailure(
                 FailureKind.TIMEOUT, f"{_target(request.url).name}: no answer began within {request.timeout_s:g} s"
             ) from None
@@ -123,7 +125,7 @@ class HttpClient:
         connections = (await self._pool(target)).connections
         connection = connections.take(target.address)
         if connection is not None:
-            stream = HttpStream(target, connection)
+            stream = _stream(target, connection, request)
             try:
                 await connection.exchange(stream, head, request.body)
             except EngineFailure:
@@ -132,7 +134,7 @@ class HttpClient:
             else:
                 return stream
         connection = await self._connect(target, connections)
-        stream = HttpStream(target, connection)
+        stream = _stream(target, connection, request)
         await connection.exchange(stream, head, request.body)
         return stream
 
@@ -229,6 +231,18 @@ class HttpClient:
         if pool.connections.closed:
             raise _refused(target, "not called, the event loop is shutting down")
         return pool
+
+
+def _stream(target: Target, connection: Connection, request: EngineCall) -> HttpStream:
+    stream = HttpStream(target, connection, kept=request.kept is not None)
+    if request.kept is not None:
+        request.kept.stream = stream
+    return stream
+
+
+async def _end(request: EngineCall) -> None:
+    if request.kept is not None and request.kept.stream is not None:
+        await request.kept.stream.aclose()
 
 
 class _Pool:

@@ -30,6 +30,9 @@ _READ_AHEAD: Final = 2**20
 _MAX_HEAD: Final = 2**16
 """Bytes of an answer's headers."""
 
+_MOMENT_S: Final = 0.002
+"""For what lies on a TLS connection that is about to be closed."""
+
 
 Address = tuple[bool, str, int]
 """Whether TLS is used, host, port."""
@@ -50,9 +53,10 @@ class Target:
 
 
 class HttpStream:
-    """An `EngineStream`. To stop waiting for a chunk, by cancelling, ends the exchange as `aclose()` does."""
+    """An `EngineStream`. To stop waiting for a chunk, by cancelling, ends the exchange as `aclose()` does, unless it is
+    `kept`."""
 
-    def __init__(self, target: Target, connection: Connection) -> None:
+    def __init__(self, target: Target, connection: Connection, *, kept: bool = False) -> None:
         self.status = 0
         """0 until the head has arrived."""
         self.headers: Mapping[str, str] = {}
@@ -60,6 +64,7 @@ class HttpStream:
         """Longest wait for a chunk; `None` waits as long as it takes."""
         self._target = target
         self._connection = connection
+        self._kept = kept
         self._chunks: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._done = False
@@ -81,7 +86,7 @@ class HttpStream:
             try:
                 await self.wait()
             except BaseException:
-                self.abort()
+                self.stopped_waiting()
                 raise
         chunk = self._chunks.popleft()
         self._waiting_bytes -= len(chunk)
@@ -89,8 +94,24 @@ class HttpStream:
             self._connection.read_on(self)
         return chunk
 
+    async def read_all(self) -> bytes:
+        """The whole body. What was read of it before a cancelled wait can be read again."""
+        parts: list[bytes] = []
+        try:
+            async for chunk in self:
+                parts.append(chunk)  # noqa: PERF401 - they are needed when it ends early
+        except asyncio.CancelledError:
+            self._chunks.extendleft(reversed(parts))
+            self._waiting_bytes += sum(map(len, parts))
+            raise
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
     async def aclose(self) -> None:
         self.abort()
+
+    def leave(self) -> None:
+        if self.open:
+            self._connection.leave(self)
 
     def abort(self) -> None:
         """Closes the connection without waiting for anything, if the answer has not fully arrived."""
@@ -99,6 +120,11 @@ class HttpStream:
             self._connection.abort()
 
     # --- for its connection
+
+    def stopped_waiting(self) -> None:
+        """Whoever waited was cancelled."""
+        if not self._kept:
+            self.abort()
 
     @property
     def open(self) -> bool:
@@ -187,6 +213,7 @@ class Connection(asyncio.Protocol):
         self._surplus = False
         self._writing = False
         self._kept_alive = False
+        self._left = False
         self._until_close = False
         self._bodies: list[bytes] = []
 
@@ -203,6 +230,9 @@ class Connection(asyncio.Protocol):
                 await self._write_in_pieces(stream, head, body)
             while not stream.status and stream.open:
                 await stream.wait()
+        except asyncio.CancelledError:
+            stream.stopped_waiting()
+            raise
         except BaseException:
             self.abort()
             raise
@@ -232,6 +262,20 @@ class Connection(asyncio.Protocol):
         if self._paused and self._stream is stream and self.usable:
             self._paused = False
             self._transport.resume_reading()
+
+    def leave(self, stream: HttpStream) -> None:
+        """Closes this side's half. A server gives up what it still does when it reads that, after it has written what it has
+        to say; TLS has no such half, and a request that is not out yet is not answered."""
+        self._left = True
+        if self._writing or not self.usable or self._transport.get_write_buffer_size():
+            stream.abort()
+        elif self.address[0]:
+            self.loop.call_later(_MOMENT_S, stream.abort)
+        else:
+            try:
+                self._transport.write_eof()
+            except OSError:  # the engine's reset is there, unread
+                stream.abort()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -273,7 +317,9 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
         if self._complete:
             # While a request is still being written, what is left of it would be taken for another one.
-            self._answered(stream, reusable=valid and self._kept_alive and not (self._surplus or self._writing))
+            self._answered(
+                stream, reusable=valid and self._kept_alive and not (self._surplus or self._writing or self._left)
+            )
         elif not valid:
             stream.fail(FailureKind.BROKEN, "the answer is not valid HTTP")
             self.abort()

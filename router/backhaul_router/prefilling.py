@@ -192,3 +192,9 @@ class Prefilling(msgspec.Struct, frozen=True):
         self._unaccounted()
         release = self.turn.release_held(self.turn.sent() if self.warm else None)
         return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
+
+    def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
+        if status != 200 or not whole:
+            return ()
+        handle = wire.read_left(self.turn.facts.endpoint, data)[0].handle
+        return (Release(handle.params, self.placement.decode),) if handle is not None else ()

@@ -28,7 +28,7 @@ from .effects import (
     Settle,
 )
 from .engine_changes import Draining
-from .engine_client import EngineClient
+from .engine_client import EngineClient, EngineStream
 from .errors import ConfigError
 from .filing import Filing, Left, note
 from .fleet import Engine, Fleet, Holder, Role, check_fit
@@ -41,6 +41,7 @@ from .leases import EngineLeases, LeaseError, Leases
 from .ledger import Branch, Held, Key
 from .ledger_protocol import Dropped, Ledger, arrived, open_ledger
 from .load_polling import LoadPolling
+from .overhearing import Hears, hear_out
 from .pairs import PairChecks
 from .passing import POST, engine_headers, passed, passes
 from .pauses import Paused, pause
@@ -603,6 +604,14 @@ class Router:
         await arrived(dropped)
 
     # --- what a run performs
+
+    def hear_out(self, state: Hears, stream: EngineStream) -> None:
+        """Releases what the answer to a client that has left shows to be kept."""
+        self._spawn(self._hear_out(state, stream))
+
+    async def _hear_out(self, state: Hears, stream: EngineStream) -> None:
+        for action in await hear_out(state, stream):
+            self.perform(action, None)
 
     def perform(self, action: Action, scope: ConversationScope | None, pause_s: float | None = None) -> None:
         """Everything but the client's answer. What a turn leaves is filed when the answer is on its way, or as soon as anything

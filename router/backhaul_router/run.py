@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, assert_never
 
 from .breakers import Who
-from .decoding import Relaying
+from .decoding import Collecting, Decoding, Relaying
 from .effects import (
     Action,
     Answered,
@@ -31,10 +31,11 @@ from .effects import (
     Take,
     Took,
 )
-from .engine_client import EngineCall, EngineFailure, EngineStream, FailureKind
+from .engine_client import EngineCall, EngineFailure, EngineStream, FailureKind, Kept
 from .errors import Leg
 from .fleet import Engine
 from .ledger import Taken
+from .prefilling import Prefilling
 from .report import ReuseReport
 from .scope import ConversationScope
 from .spans import NO_SPANS, Spans
@@ -72,6 +73,7 @@ class Run:
         self._stream: EngineStream | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._decoding: Engine | None = None
+        self._kept = Kept()
         self._calls = 0
         self._reading = False
         self._closing = False
@@ -111,6 +113,7 @@ class Run:
             self._state = Done()
             if not isinstance(state, Done):
                 self._perform(state.abandon(self._router.clock()))
+                self._leave(state)
             await self._close_stream(drain=isinstance(state, Done))
 
     async def _look_once_more(self) -> None:
@@ -129,6 +132,15 @@ class Run:
                 return
             self._state = state
             self._perform(actions)
+
+    def _leave(self, state: State) -> None:
+        """What the engine has sent, or sends at this moment, may have a handle that nobody else reads."""
+        stream = self._kept.stream
+        if stream is None or self._reading or not isinstance(state, Prefilling | Decoding | Collecting | Relaying):
+            return
+        stream.leave()
+        self._stream = None
+        self._router.hear_out(state, stream)
 
     async def _advance(self) -> None:
         state = self._state
@@ -175,7 +187,8 @@ class Run:
             case Check(prefill, decode, engine_id):
                 return Checked(await self._router.check(prefill, decode, engine_id))
             case Call(leg, engine, path, body, timeout_s):
-                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s)
+                kept = self._keep() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
+                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, kept)
                 tokens = self._turn.computes if leg is Leg.PREFILL else 0
                 self._router.fleet.begin(engine, tokens)
                 try:
@@ -191,7 +204,8 @@ class Run:
                 return Answered(answer.status, answer.headers, answer.body)
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
-                call = EngineCall(engine.url + path, body, self._next_headers(Leg.DECODE, engine), timeout_s)
+                headers = self._next_headers(Leg.DECODE, engine)
+                call = EngineCall(engine.url + path, body, headers, timeout_s, self._keep())
                 self._router.fleet.begin(engine)
                 self._decoding = engine
                 try:
@@ -226,6 +240,10 @@ class Run:
             return Failed(failure.kind, f"{self._decoding}: {failure.message}")
         finally:
             self._reading = False
+
+    def _keep(self) -> Kept:
+        self._kept = Kept()
+        return self._kept
 
     def _note(self, engine: Engine, leg: Leg, failed: FailureKind | None) -> None:
         """Tells the breakers how a call ended."""

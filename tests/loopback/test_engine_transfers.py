@@ -137,6 +137,16 @@ async def test_restarted_engine_refuses_old_handles(engines: Bench) -> None:
     assert await engines.metric(engines.prefill_url, "vllm:nixl_num_failed_transfers_total") == 1
 
 
+async def test_engine_that_is_started_after_a_stop_is_a_new_process_which_releases(engines: Bench) -> None:
+    handle, _ = await grown(engines)
+    old = engines.p.engine_id
+    await engines.p.stop()
+    await engines.p.start()
+    assert engines.p.engine_id != old
+    await engines.release(handle)
+    await until(lambda: engines.d.usage == 0)
+
+
 async def test_stopped_engine_refuses_connections_and_fails_reads(engines: Bench) -> None:
     handle, prompt = await grown(engines)
     await engines.d.stop()

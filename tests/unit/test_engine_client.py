@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from backhaul_router import http_connection
-from backhaul_router.engine_client import EngineCall, EngineFailure, FailureKind
+from backhaul_router.engine_client import EngineCall, EngineFailure, FailureKind, Kept
 from backhaul_router.http_client import HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -347,6 +347,78 @@ async def test_cancelling_the_wait_closes_the_connection(client, head):
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+        async with asyncio.timeout(10):
+            await noticed.wait()
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("sent", [b"", CHUNKED, CHUNKED + chunk(b"first")], ids=["nothing", "a head", "a chunk"])
+async def test_an_exchange_that_is_kept_is_left_at_once_and_what_was_sent_by_then_is_read(tmp_path, sent, secure):
+    waiting, noticed = asyncio.Event(), asyncio.Event()
+    kept = Kept()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(sent)
+        waiting.set()
+        await peer.gone()
+        noticed.set()
+
+    client = HttpClient(ca_file=str(CERTIFICATE) if secure else None)
+    async with engine(behave, tls=server_tls() if secure else None) as base:
+        base = base.replace("127.0.0.1", "localhost")
+        call = asyncio.create_task(client.call(EngineCall(base + PATH, b"{}", kept=kept)))
+        await waiting.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert kept.stream is not None
+        kept.stream.leave()
+        async with asyncio.timeout(10):
+            await noticed.wait()
+        if b"first" in sent:
+            assert await anext(kept.stream) == b"first"
+        assert (await failure_of(anext(kept.stream))).kind is FailureKind.BROKEN
+    await client.aclose()
+
+
+async def test_an_answer_that_ends_as_it_is_left_is_whole_and_its_connection_is_not_used_again(client):
+    kept, answer = Kept(), asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK[:-1])
+        answer.set()
+        await peer.gone()
+        await peer.send(OK[-1:])
+        await peer.request()
+        raise AssertionError("a connection of which one half is closed was used again")
+
+    async with engine(behave) as base:
+        call = asyncio.create_task(client.call(EngineCall(base + PATH, b"{}", kept=kept)))
+        await answer.wait()
+        await asyncio.sleep(0.01)  # part of it has been read
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert kept.stream is not None
+        kept.stream.leave()
+        assert b"".join([data async for data in kept.stream]) == b"ok"
+    async with engine(answering(OK)) as base:
+        assert (await client.call(post(base))).body == b"ok"
+
+
+async def test_a_kept_exchange_that_takes_too_long_is_closed(client):
+    kept, noticed = Kept(), asyncio.Event()
+
+    async def behave(peer: Peer) -> None:
+        await peer.request()
+        await peer.gone()
+        noticed.set()
+
+    async with engine(behave) as base:
+        failure = await failure_of(client.call(EngineCall(base + PATH, b"{}", timeout_s=0.05, kept=kept)))
+        assert failure.kind is FailureKind.TIMEOUT
         async with asyncio.timeout(10):
             await noticed.wait()
 

@@ -34,6 +34,7 @@ class LoopbackEngine:
         self.faults = Faults()
         self.received: deque[Received] = deque(maxlen=_REMEMBERED)
         self.core = EngineCore(self.config, self.clock, self.faults)
+        self._ended = False
         self._runner: web.AppRunner | None = None
         self._side_channel: SideChannel | None = None
         self._lease_channel: LeaseChannel | None = None
@@ -79,7 +80,10 @@ class LoopbackEngine:
         self.core.forget_lease(request_id)
 
     async def start(self) -> None:
-        """Listens. The ports that were found are kept for later starts. Raises `OSError` for a port that is taken."""
+        """Listens. The ports that were found are kept for later starts; what starts after a `stop()` is a new process. Raises
+        `OSError` for a port that is taken."""
+        if self._ended:
+            self.core, self._ended = EngineCore(self.config, self.clock, self.faults), False
         try:
             await self._listen()
         except BaseException:
@@ -110,6 +114,7 @@ class LoopbackEngine:
 
     async def stop(self) -> None:
         """Ends like a killed process: requests break off, connections to it are refused, its memory is gone."""
+        self._ended = True
         await self.core.aclose()
         if self._side_channel is not None:
             await self._side_channel.stop()
@@ -124,7 +129,6 @@ class LoopbackEngine:
     async def restart(self) -> None:
         """A new process on the same ports: new engine id, no blocks, no leases, counters at zero."""
         await self.stop()
-        self.core = EngineCore(self.config, self.clock, self.faults)
         await self.start()
 
     async def __aenter__(self) -> Self:
