@@ -281,7 +281,7 @@ def _target(url: str) -> Target:
     except UnicodeError:
         host = None
     if parts is None or not host:
-        raise EngineFailure(FailureKind.REFUSED, f"{urls.shown(url).partition('?')[0]}: this is not a usable URL")
+        raise EngineFailure(FailureKind.REFUSED, f"{urls.shown(url)}: this is not a usable URL")
     secure, port = _SECURE[parts.scheme], parts.port
     shown = f"[{ascii_host}]" if ":" in ascii_host else ascii_host
     if port not in (None, 443 if secure else 80):

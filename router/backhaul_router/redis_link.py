@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,7 +64,7 @@ class RedisLink:
     @property
     def address(self) -> str:
         """Without credentials."""
-        return re.split("[?#]", urls.shown(self._url))[0]
+        return urls.shown(self._url)
 
     @property
     def down(self) -> bool:
@@ -143,7 +142,7 @@ class RedisLink:
             )
             pool.connection_class(**pool.connection_kwargs)  # connects to nothing, and knows the options in the URL
             return self._redis.asyncio.Redis.from_pool(pool)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, self._redis.exceptions.RedisError) as error:
             raise ConfigError(f"redis_url={self.address!r}: {error}") from None
 
     # --- outages

@@ -274,10 +274,12 @@ class Run:
             self._router.fleet.end(engine)
         if stream is None:
             return
-        if drain and self._chunks is not None:
-            # Only the framing's end is left; with it read, the connection can serve the next turn.
-            await _read_to_end(self._chunks)
-        await stream.aclose()
+        try:
+            if drain and self._chunks is not None:
+                # Only the framing's end is left; with it read, the connection can serve the next turn.
+                await _read_to_end(self._chunks)
+        finally:
+            await stream.aclose()
 
 
 async def _read_to_end(chunks: AsyncIterator[bytes], wait_s: float = 0.05) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 _AT: Final = re.compile(r"(\[[^\[\]]+\]|[^\[\]:\s\x00-\x1f\x7f]*)(:[0-9]*)?")
 """Host and port; an IPv6 address is in brackets."""
-_CREDENTIALS: Final = re.compile(r"(?<=//).*@", re.DOTALL)
+_SCHEME: Final = re.compile(r"[A-Za-z0-9+.-]*://")
 
 
 def split(url: str) -> SplitResult | None:
@@ -26,5 +26,7 @@ def split(url: str) -> SplitResult | None:
 
 
 def shown(url: str) -> str:
-    """Without credentials, for messages; also of what is no URL."""
-    return _CREDENTIALS.sub("", url)
+    """Without credentials and query, for messages; also of what is no URL: what stands before the last `@` may be a password."""
+    scheme = match[0] if (match := _SCHEME.match(url)) else ""
+    rest = url[len(scheme) :].rpartition("@")[2]
+    return scheme + re.split("[?#]", rest, maxsplit=1)[0]

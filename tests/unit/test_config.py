@@ -79,7 +79,21 @@ def test_credentials_in_a_url_are_refused_and_not_quoted(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://u:hidden@[::1:8100", "http://u:hidden@host:x", "http://u:hid[den@host", "ftp://u:hidden@host"]
+    "url",
+    [
+        "http://u:hidden@[::1:8100",
+        "http://u:hidden@host:x",
+        "http://u:hid[den@host",
+        "ftp://u:hidden@host",
+        "u:hidden@host:8100",
+        "hidden@host",
+        "http:/u:hidden@host",
+        "http:u:hidden@host",
+        "https:\\\\u:hidden@host",
+        "http://host:x?token=hidden",
+        "ftp://host/#hidden",
+        "http://u:hid?den@host:x",
+    ],
 )
 def test_what_is_no_url_is_shown_without_its_credentials(url: str) -> None:
     with pytest.raises(ConfigError, match=r"decode=: .* is not an engine's URL") as caught:
@@ -142,7 +156,12 @@ def test_a_configuration_that_is_printed_shows_no_secret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "what"), [("socket_timeout=soon", "Invalid value for 'socket_timeout'"), ("no_such=1", "no_such")]
+    ("option", "what"),
+    [
+        ("protocol=9", "protocol must be"),
+        ("socket_timeout=soon", "Invalid value for 'socket_timeout'"),
+        ("no_such=1", "no_such"),
+    ],
 )
 def test_an_option_that_redis_does_not_know_is_told_at_the_start(option: str, what: str) -> None:
     pytest.importorskip("redis")
