@@ -80,3 +80,31 @@ async def test_a_router_that_closes_reads_it_first(leaving: Leaving) -> None:
         await leaving.ask(cluster, cluster.p, {"messages": history})
         await cluster.router.aclose()
         await cluster.until(lambda: not any(engine.usage for engine in cluster.engines))
+
+
+async def test_a_client_that_leaves_while_the_end_of_a_stream_is_awaited_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D has sent its last event, and never says that it was the last."""
+    read, held = Connection.data_received, set[Connection]()
+
+    def data_received(connection: Connection, data: bytes) -> None:
+        if b"data: [DONE]" in data:
+            held.add(connection)
+        read(connection, data.removesuffix(b"0\r\n\r\n") if connection in held else data)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    async with run_cluster() as cluster:
+        reply = await cluster.open({"messages": [user(STORY)], "stream": True})
+
+        async def turn() -> None:
+            async for _ in reply:
+                pass
+
+        left = asyncio.create_task(turn())
+        while not (held and cluster.reports):
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait((left,))
+        await cluster.until(lambda: all(connection.lost for connection in held))
+        assert len(held) == 1
