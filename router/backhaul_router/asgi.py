@@ -67,6 +67,7 @@ Send = Callable[[Message], Awaitable[None]]
 CONVERSATIONS = "/backhaul/conversations"
 MAX_WAIT_S = 5.0
 _MOST_TURNS = 2**53
+"""No conversation has so many; workers can still tell each other such a number."""
 _LINGER_S = 2.0
 """How long a refused body is still read and thrown away: a client that is writing sees the refusal only afterwards."""
 

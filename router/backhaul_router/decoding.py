@@ -129,8 +129,7 @@ class Decoding(msgspec.Struct, frozen=True):
         return tuple(EndLease(holder, lease) for lease in self.ask.release) if self.ask else ()
 
     def abandon(self, now: float) -> Actions:
-        report = self.turn.report(self.placement, now, error="client_gone")
-        return (*self.release(), *self.turn.unfinished(), report)
+        return (*self.release(), *self.turn.given_up(self.placement, now))
 
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         if status != 200:
@@ -206,7 +205,7 @@ class Collecting(msgspec.Struct, frozen=True):
     def abandon(self, now: float) -> Actions:
         turn = self.before.turn
         release = () if self.status == 200 else self.before.release()
-        return (*release, *turn.unfinished(), turn.report(self.before.placement, now, error="client_gone"))
+        return (*release, *turn.given_up(self.before.placement, now))
 
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         return self.before.overheard(status, content_type, b"".join((*self.parts, data)), whole=whole)
@@ -291,7 +290,7 @@ class Relaying(msgspec.Struct, frozen=True):
             settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
             return (*settled, turn.report(placement, now, error="client_gone"))
         release = () if self.started else self.before.release()
-        return (*release, *turn.unfinished(), turn.report(placement, now, error="client_gone"))
+        return (*release, *turn.given_up(placement, now))
 
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         if self.stream.handle is not None:  # settled when the client left

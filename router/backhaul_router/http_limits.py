@@ -24,8 +24,6 @@ _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: 30\r\n\r\nthe request's head is too long"
 )
-
-
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -35,9 +33,8 @@ class _Parser(httptools.HttpRequestParser):
     def __init__(self, protocol: LimitedHttp) -> None:
         super().__init__(protocol)
         self._protocol = protocol
-        self.set_dangerous_leniencies(
-            lenient_data_after_close=True
-        )  # as uvicorn does, so that it answers before it closes
+        # as uvicorn does, so that it answers before it closes
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
         try:
@@ -47,7 +44,7 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """Closes a connection whose request's head is longer than `MAX_HEAD_BYTES`."""
+    """Closes a connection whose request's head is longer than `MAX_HEAD_BYTES`, and reads the body of every request."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

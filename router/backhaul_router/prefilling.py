@@ -191,7 +191,7 @@ class Prefilling(msgspec.Struct, frozen=True):
     def abandon(self, now: float) -> Actions:
         self._unaccounted()
         release = self.turn.release_held(self.turn.sent() if self.warm else None)
-        return (*release, *self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
+        return (*release, *self.turn.given_up(self.placement, now))
 
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         if status != 200 or not whole:

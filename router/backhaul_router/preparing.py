@@ -49,7 +49,7 @@ class Taking(msgspec.Struct, frozen=True):
                 raise UnexpectedEvent(self, event)
 
     def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
+        return self.turn.given_up(None, now)
 
 
 class Rendering(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class Rendering(msgspec.Struct, frozen=True):
                 assert_never(event)
 
     def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
+        return self.turn.given_up(None, now)
 
 
 class Closing(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class Closing(msgspec.Struct, frozen=True):
                 assert_never(event)
 
     def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(None, now, error="client_gone"))
+        return self.turn.given_up(None, now)
 
 
 class Checking(msgspec.Struct, frozen=True):
@@ -163,4 +163,4 @@ class Checking(msgspec.Struct, frozen=True):
                 assert_never(event)
 
     def abandon(self, now: float) -> Actions:
-        return (*self.turn.unfinished(), self.turn.report(self.placement, now, error="client_gone"))
+        return self.turn.given_up(self.placement, now)

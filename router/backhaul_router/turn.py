@@ -452,6 +452,10 @@ class Turn:
         self.taken, self.spare = msgspec.structs.replace(self.taken, held=None), None
         return (lost,)
 
+    def given_up(self, placement: Placement | None, now: float) -> Actions:
+        """The client has left without an answer: what is on record is put right, and the report."""
+        return (*self.unfinished(), self.report(placement, now, error="client_gone"))
+
     def _is_outlived(self) -> bool:
         """Whether the process that made the handle taken has been replaced since."""
         return self.spare is not None and self.restarts != self.fleet.processes.restarts(self.spare.decode)

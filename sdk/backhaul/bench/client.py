@@ -22,6 +22,7 @@ from rich.table import Table
 from .. import AsyncOpenAI, OpenAI
 from .._http import openais_http_module
 from . import table
+from .table import plain_table
 
 _ANSWER = {
     "id": "1",
@@ -176,13 +177,8 @@ class _Samples:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    made = Table(
+    made = plain_table(
         title=f"What a call costs the client, in ms, median of {rows[0].repeats}\nopenai {openai.__version__}, no network",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        title_style="bold",
     )
     for name in ("messages", "body", "client", "openai", "backhaul", "faster by"):
         made.add_column(name, justify="left" if name == "client" else "right")

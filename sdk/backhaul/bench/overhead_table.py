@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from .overhead import Row
+from .table import plain_table
 
 LIMIT_MS = 1.0
 """What the embedded router may add to the median turn of 2 kB, one at a time."""
@@ -19,16 +20,11 @@ LIMIT_MS = 1.0
 def table(rows: Sequence[Row], connector: str) -> Table:
     """A line a case."""
     calls = "two" if connector == "backhaul" else "three"
-    made = Table(
+    made = plain_table(
         title="What the router adds to a warm turn, in ms\n"
         f"over the {calls} engine calls that it makes, on loopback engines, {connector} connector",
         caption="direct: by hand, with the router's HTTP client; aiohttp: by hand, with that library\n"
         "CPU per turn: direct, aiohttp and embedded are this process, served is the router's, and so is RSS (MB)",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        title_style="bold",
     )
     for name in ("body", "answer", "at a time", "turns", "direct p50", "p99", "CPU"):
         made.add_column(name, justify="left" if name == "answer" else "right")

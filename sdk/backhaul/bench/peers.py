@@ -28,7 +28,7 @@ from rich.table import Table
 
 from .overhead import BLOCKS, MAX_MODEL_LEN, first_turn, handed_on
 from .programs import Program, cpu_s, program, rss_mb
-from .table import console
+from .table import console, plain_table
 
 VARIANTS = ("direct", "backhaul", "vllm-router")
 PATH = wire.Endpoint.CHAT
@@ -264,14 +264,9 @@ async def _client(way: _Way, body: bytes, requests: int) -> list[float]:
 
 def table(rows: Sequence[Row]) -> Table:
     """A line a variant."""
-    made = Table(
+    made = plain_table(
         title="Two routers over the same engines: first turns, prefill and decode",
         caption="added: over direct, the same two calls by hand; CPU and RSS are those of the router's process",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        title_style="bold",
     )
     for column in (
         "body",

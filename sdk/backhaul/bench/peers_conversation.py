@@ -26,7 +26,7 @@ from rich.table import Table
 from . import answers
 from .peers import JSON_HEADERS, LIMIT_S, PeerError, site
 from .setups import Setup
-from .table import console
+from .table import console, plain_table
 
 ROUTERS = ("backhaul", "vllm-router")
 ANSWER_TOKENS = 64
@@ -145,14 +145,9 @@ def _has_begun(raw: bytes) -> bool:
 
 def table(rows: Sequence[Row], setup: Setup) -> Table:
     """A line a turn."""
-    made = Table(
+    made = plain_table(
         title=f"The same conversation through two routers, {setup.title}",
         caption="ms to the first token at the client; prefix caching is P's, and always on on D",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        title_style="bold",
     )
     columns = [(caching, router) for caching in (False, True) for router in ROUTERS]
     for heading in (

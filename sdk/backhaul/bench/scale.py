@@ -33,7 +33,7 @@ from backhaul_router.steps import Done
 from backhaul_router.turn import Turn
 from rich.table import Table
 
-from .table import console
+from .table import console, plain_table
 
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 LIMIT_BYTES = 1_500
@@ -341,15 +341,10 @@ def _rss() -> int | None:
 
 def table(rows: Sequence[Row], options: Options) -> Table:
     """A line a step."""
-    made = Table(
+    made = plain_table(
         title=f"A turn and a conversation of {options.tokens:,} tokens, with so many in the ledger",
         caption="decide: the ledger's take and settle, and place; turn: the whole state machine, without I/O\n"
         "bytes a conversation: its handle and digests, and what the process has grown by besides",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-        header_style="bold",
-        title_style="bold",
     )
     for column in ("conversations", "decide p50 µs", "p99", "turn p50 µs", "p99", "handle, digests", "besides"):
         made.add_column(column, justify="right")

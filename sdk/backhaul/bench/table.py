@@ -19,18 +19,26 @@ def console() -> Console:
     return made if made.is_terminal else Console(highlight=False, width=max(_PLAIN_WIDTH, made.width))
 
 
-def table(result: Result) -> Table:
-    """A line a prompt length: medians in milliseconds, with the fastest and the slowest repeat."""
-    repeats = result.plan.repeats
-    spread = f", median (min to max) of {repeats}" if repeats > 1 else ""
-    made = Table(
-        title=f"Time to first token in ms{spread}\n{result.cluster.title}",
-        caption="read: time that P spent on reading from D; local turns read nothing",
+def plain_table(title: str, caption: str | None = None) -> Table:
+    """A table without lines, as every bench prints it; its columns are the caller's."""
+    return Table(
+        title=title,
+        caption=caption,
         box=None,
         padding=(0, 2, 0, 0),
         pad_edge=False,
         header_style="bold",
         title_style="bold",
+    )
+
+
+def table(result: Result) -> Table:
+    """A line a prompt length: medians in milliseconds, with the fastest and the slowest repeat."""
+    repeats = result.plan.repeats
+    spread = f", median (min to max) of {repeats}" if repeats > 1 else ""
+    made = plain_table(
+        title=f"Time to first token in ms{spread}\n{result.cluster.title}",
+        caption="read: time that P spent on reading from D; local turns read nothing",
     )
     made.add_column("prompt", justify="right")
     for route in ROUTES:
