@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import backhaul
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 
 SYSTEM = """You tidy up a code base, one file a turn. Say what you would change in it and why, in three sentences at most.
 Rules: names before comments; no abbreviation that a newcomer would have to look up; a function does one thing; an error says

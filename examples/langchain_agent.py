@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
 from backhaul_langchain import ChatBackhaul
+from backhaul_loopback import LoopbackPair, loopback_pair
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, AnyMessage
 from langchain_core.runnables import RunnableConfig

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, TypedDict
 
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
 from backhaul_langchain import ChatBackhaul
+from backhaul_loopback import LoopbackPair, loopback_pair
 from langchain_core.messages import AIMessageChunk, AnyMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool

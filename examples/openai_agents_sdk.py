@@ -13,7 +13,7 @@ import asyncio
 
 import backhaul
 from agents import Agent, OpenAIChatCompletionsModel, Runner, SQLiteSession, function_tool, set_tracing_disabled
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 
 set_tracing_disabled(True)  # traces go to api.openai.com otherwise
 

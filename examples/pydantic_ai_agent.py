@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 import backhaul
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 from pydantic_ai import Agent
 from pydantic_ai.messages import ModelMessage
 from pydantic_ai.models.openai import OpenAIChatModel

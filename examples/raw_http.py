@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
 
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 
 SYSTEM = """You sort the post of a small town. Look an address up before you say which round it belongs to.
 Rounds are red, green and blue; red starts at seven, green at eight, blue at nine. Parcels go with the van at ten.
@@ -77,7 +77,7 @@ def talk(router: str, model: str) -> tuple[list[str], list[dict[str, Any]]]:
 @asynccontextmanager
 async def serve(*options: str) -> AsyncIterator[str]:
     """`backhaul serve` on a free port; yields its URL, from the line that it prints."""
-    command = (sys.executable, "-u", "-m", "backhaul_router.cli", "serve", "--port", "0", *options)
+    command = (sys.executable, "-u", "-m", "backhaul_cli", "serve", "--port", "0", *options)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None

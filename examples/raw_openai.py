@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 import backhaul
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 
 SYSTEM = """You keep the log of a lighthouse. Answer in one sentence, and only from what the log says.
 Wind is in knots, rain in millimetres; the log has one line for every watch, and there are four watches a day.

@@ -14,7 +14,7 @@ import asyncio
 from typing import Any
 
 import backhaul
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 from smolagents import ChatMessage, LogLevel, MessageRole, OpenAIModel, Tool, ToolCallingAgent
 
 QUESTIONS = ["What is on shelf 3?", "Is there anything on it that must be kept cool?", "Which parcel came last?"]

@@ -16,9 +16,10 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
-from . import compat, idle, settings
+from . import compat, settings
 from .scheduler_side import BackhaulScheduler
 from .stats import BackhaulMetrics, BackhaulStats
+from .vllm_patches import idle
 from .worker_side import BackhaulWorker
 
 __all__ = ["BackhaulConnector"]

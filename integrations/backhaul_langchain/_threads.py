@@ -1,9 +1,9 @@
 """LangChain's thread, made visible where the model is called by itself.
 
 Sequences, agents and LangGraph carry a call's `configurable`, and in it the thread, in a context variable, in which
-`backhaul_router.frameworks` finds it. A model that is called by itself gets it as an argument of the public methods (`invoke`,
-`stream` ...) and drops it. These put it into that variable while LangChain's own code runs, and never while the caller's
-does: a generator shares its caller's context.
+`backhaul_router.identity.frameworks` finds it. A model that is called by itself gets it as an argument of the public methods
+(`invoke`, `stream` ...) and drops it. These put it into that variable while LangChain's own code runs, and never while the
+caller's does: a generator shares its caller's context.
 """
 
 from __future__ import annotations

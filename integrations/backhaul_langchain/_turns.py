@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from backhaul import _remote
+from backhaul_router.identity.scope import ConversationScope, current, parent_of
 from backhaul_router.report import ReuseReport
-from backhaul_router.scope import ConversationScope, current, parent_of
 
 from . import _threads
 

@@ -2,8 +2,8 @@
 
 from importlib.metadata import version as _version
 
+from backhaul_router.drive.pauses import Paused
 from backhaul_router.errors import BackhaulError, ConfigError
-from backhaul_router.pauses import Paused
 from backhaul_router.report import Proof, Reason, ReuseReport, Route
 
 from ._client import AsyncOpenAI, OpenAI

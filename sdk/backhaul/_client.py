@@ -11,8 +11,8 @@ import openai
 from backhaul_router import urls
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
-from backhaul_router.identity import FIELDS, HEADERS
-from backhaul_router.scope import current
+from backhaul_router.identity.identify import FIELDS, HEADERS
+from backhaul_router.identity.scope import current
 
 from . import _fast, _http, _remote
 from ._conversation import Conversation, Reuse, entered

@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 import anyio
-from backhaul_router import hints, portal
+from backhaul_router.drive import background_loop
+from backhaul_router.drive.pauses import Paused
 from backhaul_router.errors import BackhaulError
-from backhaul_router.identity import MAX_ID_BYTES
-from backhaul_router.pauses import Paused
+from backhaul_router.identity import hints
+from backhaul_router.identity.identify import MAX_ID_BYTES
+from backhaul_router.identity.scope import ConversationScope, current
 from backhaul_router.report import ReuseReport
-from backhaul_router.scope import ConversationScope, current
 
 from ._collapse import COLLAPSE_FLOOR, Collapse, Detector
 from ._keepalive import keeper
@@ -206,8 +207,8 @@ class Conversation:
     def record(self, report: ReuseReport) -> None:
         """Takes the report of a turn that has ended."""
         collapse = self.reuse._add(report)
-        if self._ended and self._routers and not portal.exiting():
-            portal.shared().submit(self._release())
+        if self._ended and self._routers and not background_loop.exiting():
+            background_loop.shared().submit(self._release())
         else:
             self._keep(report.handle_remaining_s)
         self._on_turn.tell(report)
@@ -234,9 +235,9 @@ class Conversation:
 
         A call can say so as well, in the header `X-Backhaul-Pause: SECONDS`: it is then about what that turn leaves.
         Raises `ValueError` for what is no pause, `RuntimeError` inside an event loop, where `apause` is for."""
-        if portal.running():
+        if background_loop.running():
             raise RuntimeError("pause() waits for the engines, and would block this event loop: await apause()")
-        return portal.shared().run(self.apause(hints.checked_pause(seconds)))
+        return background_loop.shared().run(self.apause(hints.checked_pause(seconds)))
 
     async def apause(self, seconds: float) -> Paused:
         """The same from asynchronous code. Raises `BackhaulError` when a router elsewhere could not be asked."""
@@ -302,10 +303,10 @@ class Conversation:
         """Releases what the engines hold for the conversation. Failures are logged, never raised: the work is done. A turn that
         ends later is counted still, and what it leaves is released then."""
         self._close()
-        if not self._routers or portal.exiting():
+        if not self._routers or background_loop.exiting():
             return
-        release = portal.shared().submit(self._release())
-        if not portal.running():
+        release = background_loop.shared().submit(self._release())
+        if not background_loop.running():
             release.result()
 
     async def aend(self) -> None:
@@ -319,7 +320,7 @@ class Conversation:
         keeper.forget(self)
 
     async def _release(self) -> None:
-        await portal.all_within_limit(
+        await background_loop.all_within_limit(
             (f"ending conversation {self.id!r} on {router!r}", router.end_conversation(self.id))
             for router in list(self._routers.values())
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from backhaul_router import portal
+from backhaul_router.drive import background_loop
 from backhaul_router.errors import BackhaulError
 
 _log = logging.getLogger("backhaul")
@@ -44,7 +44,7 @@ class _Watch:
 
 
 def _on_portal(delay_s: float, call: Callable[[], None]) -> None:
-    portal.shared().later(delay_s, call)
+    background_loop.shared().later(delay_s, call)
 
 
 class KeepAlive:
@@ -80,7 +80,7 @@ class KeepAlive:
             self._watched.pop(conversation, None)
 
     def _watch(self, conversation: Renewable, watch: _Watch) -> None:
-        if portal.exiting():
+        if background_loop.exiting():
             return
         with self._lock:
             self._watched[conversation] = watch

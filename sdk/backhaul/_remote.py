@@ -21,13 +21,13 @@ from urllib.parse import quote
 import anyio
 import anyio.to_thread
 import msgspec
-from backhaul_router import frameworks, hints
-from backhaul_router.identity import FIELDS, HEADERS
-from backhaul_router.leases import LeaseError
-from backhaul_router.pauses import Paused
+from backhaul_router.drive.pauses import Paused
+from backhaul_router.engines.leases import LeaseError
+from backhaul_router.identity import frameworks, hints
+from backhaul_router.identity.identify import FIELDS, HEADERS
+from backhaul_router.identity.scope import ConversationScope, current, parent_of
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.scope import ConversationScope, current, parent_of
-from backhaul_router.sse import data_of
+from backhaul_router.wire.sse import data_of
 
 from ._totals import note, turns_are_heard
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.reports import Total
+from backhaul_router.serve.report_log import Total
 
 from ._collapse import Collapse
 from ._listeners import Listeners

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from backhaul.bench.answers import COMPLETIONS
-from backhaul_connector.loopback.tokenizer import Special
+from backhaul_bench.answers import COMPLETIONS
+from backhaul_loopback.tokenizer import Special
 from backhaul_router.report import Reason, Route
 
 from .building import Build, again, extended, first, following, system, user

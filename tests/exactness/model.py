@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from backhaul.bench.answers import CHAT
+from backhaul_bench.answers import CHAT
 from backhaul_router.report import Proof, Reason, Route
 
 Body = dict[str, Any]

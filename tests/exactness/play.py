@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
-from backhaul.bench import answers
-from backhaul.bench.answers import CHAT
+from backhaul_bench import answers
+from backhaul_bench.answers import CHAT
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import Proof, Reason, ReuseReport, Route
-from backhaul_router.router import Request, Router
 
 from .model import Ask, AtOnce, Body, Case, Expect, Flush, Load, Past, Turn, cold
 

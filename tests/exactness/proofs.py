@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from backhaul_connector.loopback import EngineConfig
+from backhaul_loopback import EngineConfig
 from backhaul_router.report import Proof
 
 _CHOOSES = "connector" in {field.name for field in dataclasses.fields(EngineConfig)}

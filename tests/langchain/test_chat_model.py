@@ -16,9 +16,9 @@ import openai
 import pytest
 from aiohttp import web
 from backhaul._options import SETTINGS
-from backhaul_connector.loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
 from backhaul_langchain import ChatBackhaul
-from backhaul_router.scope import current
+from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
+from backhaul_router.identity.scope import current
 from langchain_core.callbacks import AsyncCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.load import dumps, load
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage

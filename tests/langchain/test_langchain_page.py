@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from backhaul_connector.loopback import loopback_pair
 from backhaul_langchain import ChatBackhaul
+from backhaul_loopback import loopback_pair
 from served import freed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "langchain.md").read_text()

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypedDict
 
 import pytest
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
 from backhaul_langchain import ChatBackhaul
+from backhaul_loopback import LoopbackPair, loopback_pair
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, AIMessageChunk, AnyMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableConfig

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import served
 from anyio.from_thread import start_blocking_portal
-from backhaul_connector.loopback import LoopbackPair, loopback_pair, requests
-from backhaul_connector.loopback.bodies import ChatBody
-from backhaul_connector.loopback.script import Script
-from backhaul_connector.loopback.template import Prompt
+from backhaul_loopback import LoopbackPair, loopback_pair, requests
+from backhaul_loopback.bodies import ChatBody
+from backhaul_loopback.script import Script
+from backhaul_loopback.template import Prompt
 
 Json = Any
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from backhaul_connector.loopback import LoopbackEngine, LoopbackPair, VirtualClock, loopback_pair
+from backhaul_loopback import LoopbackEngine, LoopbackPair, VirtualClock, loopback_pair
 from conformance.engines import Engines
 
 

@@ -8,9 +8,9 @@ import multiprocessing
 import sys
 from multiprocessing.synchronize import Barrier
 
-from backhaul_router import digests
-from backhaul_router.ledger import Key
-from backhaul_router.redis_ledger import RedisLedger
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Key
+from backhaul_router.ledger.redis_ledger import RedisLedger
 from backhaul_router.report import Reason
 
 KEY = Key("", "m", "", "c")

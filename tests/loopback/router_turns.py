@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from backhaul_connector.loopback import Clock, LoopbackEngine
+from backhaul_loopback import Clock, LoopbackEngine
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Reply, Request, Router
 from backhaul_router.report import ReuseReport, Route
-from backhaul_router.router import Reply, Request, Router
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BLOCK = 16

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx2
-from backhaul_connector.loopback import LoopbackPair
-from backhaul_router import server
-from backhaul_router.admission import Limits
+from backhaul_loopback import LoopbackPair
 from backhaul_router.config import RouterConfig
-from backhaul_router.settings import ServerSettings, Settings
-from backhaul_router.tenants import NO_TENANTS, Tenants
+from backhaul_router.serve import server
+from backhaul_router.serve.admission import Limits
+from backhaul_router.serve.settings import ServerSettings, Settings
+from backhaul_router.serve.tenants import NO_TENANTS, Tenants
 
 LIMIT_S = 60.0
 
@@ -48,7 +48,7 @@ async def run(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "backhaul_router.cli",
+        "backhaul_cli",
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

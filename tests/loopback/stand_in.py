@@ -17,8 +17,8 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from backhaul_connector.loopback import EngineConfig, LoopbackEngine
-from backhaul_connector.loopback.__main__ import serve
+from backhaul_loopback import EngineConfig, LoopbackEngine
+from backhaul_loopback.__main__ import serve
 
 INSTALLED = {"vllm": "0.32.0", "torch": "2.11.0+cpu", "nixl": True, "plugin": True}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul.bench import clusters, command, plots, table, ttft
-from backhaul.bench.setups import SETUPS, Setup
-from backhaul_connector.loopback import CostModel, loopback_pair
+from backhaul_bench import clusters, command, plots, table, ttft
+from backhaul_bench.setups import SETUPS, Setup
+from backhaul_loopback import CostModel, loopback_pair
 
 SMALL = Setup(
     name="small",
@@ -30,7 +30,7 @@ async def measure(setup: Setup = SMALL, **plan: Any) -> ttft.Result:
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "backhaul_router.cli", "bench", "ttft", *arguments),
+        *(sys.executable, "-m", "backhaul_cli", "bench", "ttft", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

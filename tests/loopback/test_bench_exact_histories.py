@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from backhaul.bench import clusters, exact_histories
-from backhaul.bench.setups import QWEN3_32B
+from backhaul_bench import clusters, exact_histories
+from backhaul_bench.setups import QWEN3_32B
 
 
 async def test_the_models_own_tokens_are_reused_where_a_tool_call_was_written_anew() -> None:

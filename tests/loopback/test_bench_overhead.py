@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul.bench import command, overhead, overhead_table
+from backhaul_bench import command, overhead, overhead_table
 
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "backhaul_router.cli", "bench", "overhead", *arguments),
+        *(sys.executable, "-m", "backhaul_cli", "bench", "overhead", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from backhaul.bench import peers, peers_conversation
-from backhaul.bench.setups import QWEN3_32B
+from backhaul_bench import peers, peers_conversation
+from backhaul_bench.setups import QWEN3_32B
 
 STAND_IN = """\
 #!{python}
@@ -17,7 +17,7 @@ import os, sys
 given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 assert sys.argv[1] == "--vllm-pd-disaggregation"
 options = [word for name in ("--prefill", "--decode", "--port") for word in (name, given[name])]
-os.execv(sys.executable, [sys.executable, "-m", "backhaul_router.cli", "serve", *options])
+os.execv(sys.executable, [sys.executable, "-m", "backhaul_cli", "serve", *options])
 """
 
 
@@ -29,7 +29,7 @@ def made(path: Path) -> Path:
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "backhaul_router.cli", "bench", "peers", *arguments),
+        *(sys.executable, "-m", "backhaul_cli", "bench", "peers", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from backhaul.bench import retention
-from backhaul_router import cli
+from backhaul_bench import retention
+from backhaul_cli import main as cli
 
 OPTIONS = retention.Options(fit=3, requests=12)
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackPair, loopback_pair
+from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from conformance import CASES, CONNECTOR_CASES, Engines
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from backhaul_connector import lease_channel as real_channel
 from backhaul_connector.lease_table import LeaseTable
-from backhaul_connector.loopback.blocks import Block
-from backhaul_connector.loopback.config import Faults
-from backhaul_connector.loopback.connector_metrics import ConnectorMetrics
-from backhaul_connector.loopback.lease_channel import (
+from backhaul_loopback.blocks import Block
+from backhaul_loopback.config import Faults
+from backhaul_loopback.connector_metrics import ConnectorMetrics
+from backhaul_loopback.lease_channel import (
     Answer,
     Claim,
     Decline,
@@ -24,7 +24,7 @@ from backhaul_connector.loopback.lease_channel import (
     Question,
     UnreachableError,
 )
-from backhaul_connector.loopback.leased import DecodeLease, DecodeLeases
+from backhaul_loopback.leased import DecodeLease, DecodeLeases
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

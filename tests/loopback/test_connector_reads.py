@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel
+from backhaul_loopback import CostModel
 from conformance.connector_turns import (
     FIRST,
     account,

@@ -15,7 +15,7 @@ from typing import Any
 
 import backhaul
 import pytest
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
+from backhaul_loopback import LoopbackPair, loopback_pair
 from served import freed
 
 ROOT = Path(__file__).parents[2]

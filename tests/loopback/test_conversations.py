@@ -15,8 +15,8 @@ import openai
 import pytest
 from backhaul import Reason, Route
 from backhaul._keepalive import KeepAlive
-from backhaul_connector.loopback import LoopbackEngine, LoopbackPair, loopback_pair
-from backhaul_router import portal
+from backhaul_loopback import LoopbackEngine, LoopbackPair, loopback_pair
+from backhaul_router.drive import background_loop
 from served import freed, in_thread
 
 STORY = "The cache keeps the keys and values of every token that the engine ran, block by block. "
@@ -289,7 +289,7 @@ QUICK = 1000
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = KeepAlive(
-        lambda: time.monotonic() * QUICK, lambda delay_s, call: portal.shared().later(delay_s / QUICK, call)
+        lambda: time.monotonic() * QUICK, lambda delay_s, call: background_loop.shared().later(delay_s / QUICK, call)
     )
     monkeypatch.setattr("backhaul._conversation.keeper", keeper)
 

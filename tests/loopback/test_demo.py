@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul import demo
-from backhaul._demo_agent import SCRIPT
-from backhaul._demo_screen import Screen
-from backhaul.bench.clusters import Cluster
-from backhaul_connector.loopback import CostModel, LoopbackPair, loopback_pair
+from backhaul_bench.clusters import Cluster
+from backhaul_demo import demo
+from backhaul_demo.agent import SCRIPT
+from backhaul_demo.screen import Screen
+from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from backhaul_router.report import ReuseReport
 from rich.console import Console
 
@@ -30,7 +30,7 @@ async def start(*arguments: str, in_background: bool = False, **env: str) -> asy
     """`in_background`: as a shell script starts what it does not wait for, with SIGINT ignored."""
     prefix = ("sh", "-c", 'trap "" INT; exec "$@"', "sh") if in_background else ()
     return await asyncio.create_subprocess_exec(
-        *(*prefix, sys.executable, "-m", "backhaul_router.cli", "demo", *arguments),
+        *(*prefix, sys.executable, "-m", "backhaul_cli", "demo", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **env},

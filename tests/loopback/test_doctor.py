@@ -11,12 +11,13 @@ from typing import Any
 
 import anyio.to_thread
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router import cli, doctor, exchange
-from backhaul_router.doctor import Diagnosis, Severity, diagnose, table
-from backhaul_router.exchange import Verdict
-from backhaul_router.fleet import Role
-from backhaul_router.probe import describe
+from backhaul_cli import main as cli
+from backhaul_loopback import LoopbackEngine
+from backhaul_router.engines import doctor, pair_probe
+from backhaul_router.engines.describe import describe
+from backhaul_router.engines.doctor import Diagnosis, Severity, diagnose, table
+from backhaul_router.engines.pair_probe import Verdict
+from backhaul_router.fleet.fleet import Role
 from backhaul_router.report import Reason, Route
 from router_turns import Cluster, first_turn, opening, run_cluster
 
@@ -44,13 +45,13 @@ async def examine(*pair: LoopbackEngine) -> Diagnosis:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an exchange, only the request that may hang is given little time: the others must be answered."""
-    turn_two = exchange._Exchange._turn_two
+    turn_two = pair_probe._Exchange._turn_two
 
-    async def soon_given_up(run: exchange._Exchange, *args: Any) -> Verdict:
+    async def soon_given_up(run: pair_probe._Exchange, *args: Any) -> Verdict:
         run.timeout_s = 0.3
         return await turn_two(run, *args)
 
-    monkeypatch.setattr(exchange._Exchange, "_turn_two", soon_given_up)
+    monkeypatch.setattr(pair_probe._Exchange, "_turn_two", soon_given_up)
 
 
 def whats(diagnosis: Diagnosis) -> str:
@@ -260,7 +261,7 @@ async def test_a_safe_prefill_engine_is_used_instead(hanging: Cluster, monkeypat
 
 
 async def test_a_router_that_closes_does_not_wait_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul_router.pairs._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("backhaul_router.engines.pair_checks._TIMEOUT_S", 60.0)
     async with run_cluster(check_pairs=True, p={"bidirectional_kv_xfer": False}) as cluster:
         cluster.pinned_until_ttl = True
         await first_turn(cluster)

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
+from backhaul_loopback import LoopbackEngine
 from conformance.engines import Answer, Engines
 
 USER = [{"role": "user", "content": "What is the weather in Oslo?"}]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from backhaul_connector.loopback import CostModel, LoopbackEngine, VirtualClock
-from backhaul_connector.loopback import kv as kv_module
-from backhaul_connector.loopback.blocks import Block, BlockPool, chain_digest
-from backhaul_connector.loopback.script import Script
+from backhaul_loopback import CostModel, LoopbackEngine, VirtualClock
+from backhaul_loopback import kv as kv_module
+from backhaul_loopback.blocks import Block, BlockPool, chain_digest
+from backhaul_loopback.script import Script
 from conformance.engines import Engines
 from hypothesis import given
 from hypothesis import strategies as st

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
+from backhaul_loopback import LoopbackEngine
 from conformance.engines import Engines
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -122,7 +122,7 @@ async def test_taken_port_is_an_error_that_leaves_nothing_behind(engine: Loopbac
 @asynccontextmanager
 async def process(role: str, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """An engine as a process of its own, and its URL."""
-    command = (sys.executable, "-m", "backhaul_connector.loopback", "--role", role, *flags)
+    command = (sys.executable, "-m", "backhaul_loopback", "--role", role, *flags)
     engine = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert engine.stdout is not None
@@ -158,7 +158,7 @@ async def test_engine_process_ends_on_sigterm() -> None:
 async def test_engine_process_ends_with_its_parent() -> None:
     parent = (
         "import subprocess, sys, time\n"
-        "engine = subprocess.Popen([sys.executable, '-m', 'backhaul_connector.loopback', '--role', 'decode'],"
+        "engine = subprocess.Popen([sys.executable, '-m', 'backhaul_loopback', '--role', 'decode'],"
         " stdout=subprocess.PIPE)\n"
         "engine.stdout.readline()\n"
         "print(engine.pid, flush=True)\n"

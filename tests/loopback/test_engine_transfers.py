@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel
+from backhaul_loopback import CostModel
 from conformance.engines import Answer
 from engine_pairs import Bench, bench, until
 

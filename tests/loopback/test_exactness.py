@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul.bench import exact, retokenise
-from backhaul.bench.wanderers import Wanderer
-from backhaul_connector.loopback import LoopbackEngine, kv
+from backhaul_bench import exact, retokenise
+from backhaul_bench.wanderers import Wanderer
+from backhaul_loopback import LoopbackEngine, kv
 from backhaul_router.report import Proof, Reason, Route
 from exactness import CASES, Site, play
 from exactness.proofs import PROOFS, loopback_settings

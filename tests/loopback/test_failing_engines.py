@@ -4,8 +4,8 @@ and after a few turns nobody is sent there any more."""
 from __future__ import annotations
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router.breakers import SEVERAL
+from backhaul_loopback import LoopbackEngine
+from backhaul_router.fleet.breakers import SEVERAL
 from router_turns import CHAT, STORY, Cluster, run_cluster, system, user
 
 FAILURES: dict[str, dict[str, object]] = {

@@ -15,13 +15,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router.breakers import SEVERAL, BreakerState, Where
+from backhaul_loopback import LoopbackEngine
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request, Router
 from backhaul_router.errors import ConfigError, Leg
-from backhaul_router.fleet import Role
+from backhaul_router.fleet.breakers import SEVERAL, BreakerState, Where
+from backhaul_router.fleet.fleet import Role
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.router import Request, Router
 from router_turns import CHAT, COMPLETIONS, Cluster, first_turn, opening, run_cluster, system, user
 
 AGENTS = 16
@@ -227,7 +227,7 @@ class Process:
     async def start(self) -> None:
         costs = ("--decode-s", "0.002")
         given = ("--role", self.role, "--port", str(self.port), "--side-channel-port", "0", *costs)
-        module = ("-m", "backhaul_connector.loopback")
+        module = ("-m", "backhaul_loopback")
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, *module, *given, stdout=asyncio.subprocess.PIPE
         )

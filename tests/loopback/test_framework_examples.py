@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 from served import freed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

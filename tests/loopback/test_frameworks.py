@@ -16,11 +16,11 @@ import httpx2
 import pytest
 from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner
 from backhaul._client import AsyncOpenAI as RemoteClient
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
+from backhaul_loopback import LoopbackPair, loopback_pair
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.embedded import make_async_transport, make_transport
+from backhaul_router.drive.router import Router
 from backhaul_router.report import ReuseReport, Route
-from backhaul_router.router import Router
-from backhaul_router.transport import make_async_transport, make_transport
 from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_openai import ChatOpenAI

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel
+from backhaul_loopback import CostModel
 from backhaul_router.report import Reason, Route
 from router_turns import COMPLETIONS, STORY, Cluster, Message, opening, run_cluster, system, user
 

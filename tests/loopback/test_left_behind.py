@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import stand_in
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
-from backhaul_connector.supervise import descendants
+from backhaul_connector.launch.supervise import descendants
+from backhaul_loopback import LoopbackPair, loopback_pair
 
 LIMIT_S = 60.0
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
@@ -84,7 +84,7 @@ async def started(
         "demo vllm": ["demo", "--engines", "vllm", "--python", python],
     }[name]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "backhaul_router.cli", *arguments),
+        *(sys.executable, "-m", "backhaul_cli", *arguments),
         stdout=asyncio.subprocess.PIPE,
         env={
             **os.environ,

@@ -8,12 +8,12 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router.fleet import Engine, Fleet, Role
-from backhaul_router.http_client import HttpClient
-from backhaul_router.load import Gauges
-from backhaul_router.load_polling import LoadPolling
-from backhaul_router.probe import describe
+from backhaul_loopback import LoopbackEngine
+from backhaul_router.engines.describe import describe
+from backhaul_router.engines.http_client import HttpClient
+from backhaul_router.engines.load_polling import LoadPolling
+from backhaul_router.fleet.fleet import Engine, Fleet, Role
+from backhaul_router.fleet.load import Gauges
 from router_turns import first_turn, opening, run_cluster, user
 
 OURS = {"connector": "backhaul"}

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from backhaul_router.drive.router import Router
 from backhaul_router.report import Reason, Route
-from backhaul_router.router import Router
 from router_turns import STORY, Cluster, first_turn, run_cluster, user
 
 KINDS = pytest.mark.parametrize("connector", ["stock", "backhaul"])

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
-from backhaul_router.asgi import App, make_app
+from backhaul_loopback import LoopbackPair, loopback_pair
 from backhaul_router.config import RouterConfig
-from backhaul_router.fleet import Fleet
-from backhaul_router.ledger import Key, MemoryLedger
-from backhaul_router.metrics import OTHER_MODEL, PREFIX, RouterMetrics
+from backhaul_router.drive.router import Router
+from backhaul_router.fleet.fleet import Fleet
+from backhaul_router.ledger.memory import Key, MemoryLedger
 from backhaul_router.report import ReuseReport, Route
-from backhaul_router.router import Router
+from backhaul_router.serve.asgi import App, make_app
+from backhaul_router.serve.metrics import OTHER_MODEL, PREFIX, RouterMetrics
 from core_values import D1, branch, held
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -328,7 +328,7 @@ async def test_a_router_that_is_embedded_can_use_its_programs_registry() -> None
 
 
 async def test_without_prometheus_client_the_page_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "backhaul_router.metrics")
+    monkeypatch.delitem(sys.modules, "backhaul_router.serve.metrics")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     app = make_app(RouterConfig(**CONFIG))
     app.router.on_report(ReuseReport(**HEAD, route=Route.COLD))  # type: ignore[misc]

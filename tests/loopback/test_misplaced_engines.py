@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
+from backhaul_loopback import LoopbackEngine
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
 from backhaul_router.report import Route

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx2
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
-from backhaul_router.admission import Limits
+from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
-from backhaul_router.settings import ServerSettings, Settings
-from backhaul_router.tenants import NO_TENANTS, Tenants
+from backhaul_router.serve.admission import Limits
+from backhaul_router.serve.settings import ServerSettings, Settings
+from backhaul_router.serve.tenants import NO_TENANTS, Tenants
 from served import freed, in_thread, operating
 
 CHAT = "/v1/chat/completions"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
+from backhaul_loopback import LoopbackPair, loopback_pair
 from served import serving
 
 CHAT = "/v1/chat/completions"

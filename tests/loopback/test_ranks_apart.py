@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
+from backhaul_loopback import LoopbackEngine
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request, Router
 from backhaul_router.errors import ConfigError
-from backhaul_router.fleet import Role
+from backhaul_router.fleet.fleet import Role
 from backhaul_router.report import ReuseReport
-from backhaul_router.router import Request, Router
 from router_turns import CHAT, opening
 
 RANK = "x-data-parallel-rank"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import stand_in
-from backhaul_connector.command import plan
-from backhaul_connector.launch import Device, EnginesConfig
-from backhaul_connector.loopback import loopback_pair
-from backhaul_router import cli
+from backhaul_cli import main as cli
+from backhaul_connector.launch.cluster import Device, EnginesConfig
+from backhaul_connector.launch.command import plan
+from backhaul_loopback import loopback_pair
 from backhaul_router.report import Reason, ReuseReport
 from served import freed, serving
 
@@ -217,7 +217,7 @@ async def test_the_quick_start_from_its_first_command_on(tmp_path: Path) -> None
         c.text for c in commands() if c.text.startswith("backhaul up --model smollm2") and "--no" not in c.text
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "backhaul_router.cli", *shlex.split(command)[1:]),
+        *(sys.executable, "-m", "backhaul_cli", *shlex.split(command)[1:]),
         *("--python", str(stand_in.make(tmp_path)), "--port", "0"),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(tmp_path)},

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import redis_takers
-from backhaul_router import digests, redis_link
 from backhaul_router.config import RouterConfig
+from backhaul_router.engines.leases import LeaseError
 from backhaul_router.errors import ConfigError
-from backhaul_router.exact_history import Kept, Said
-from backhaul_router.leases import LeaseError
-from backhaul_router.ledger import Branch, Held, Key, Taken
-from backhaul_router.ledger_protocol import arrived, open_ledger
-from backhaul_router.redis_ledger import RedisLedger
-from backhaul_router.redis_scripts import MOVE_EPOCH
+from backhaul_router.ledger import digests, redis_link
+from backhaul_router.ledger.memory import Branch, Held, Key, Taken
+from backhaul_router.ledger.protocol import arrived, open_ledger
+from backhaul_router.ledger.redis_ledger import RedisLedger
+from backhaul_router.ledger.redis_scripts import MOVE_EPOCH
 from backhaul_router.report import Reason
-from backhaul_router.settings import load
+from backhaul_router.serve.settings import load
+from backhaul_router.wire.exact_history import Kept, Said
 from core_values import D1, D2, branch, config, held, leased
 from redis_servers import RedisServer, needs_redis, redis_server
 

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackPair
-from backhaul_router.ledger_protocol import arrived
+from backhaul_loopback import LoopbackPair
+from backhaul_router.drive.router import Router
+from backhaul_router.ledger.protocol import arrived
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.router import Router
 from redis_servers import RedisServer, needs_redis, redis_server
 from router_turns import STORY, Cluster, first_turn, opening, run_cluster, user
 from served import serving

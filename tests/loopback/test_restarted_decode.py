@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router.doctor import Severity, diagnose
-from backhaul_router.fleet import Role
-from backhaul_router.ledger import MemoryLedger
+from backhaul_loopback import LoopbackEngine
+from backhaul_router.drive.router import Router
+from backhaul_router.engines.doctor import Severity, diagnose
+from backhaul_router.fleet.fleet import Role
+from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.report import Reason, Route
-from backhaul_router.router import Router
 from router_turns import STORY, Cluster, first_turn, opening, run_cluster, system, user
 
 NO_CACHE = {"prefix_caching": False}
@@ -65,7 +65,7 @@ async def test_what_turns_had_taken_before_one_of_them_noticed_is_not_read_eithe
 @pytest.mark.parametrize("what", ["the engine does not say when it began", "another router may have filed it before"])
 async def test_where_nobody_can_tell_nothing_is_kept(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what.startswith("the engine"):
-        monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+        monkeypatch.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
     else:
         monkeypatch.setattr(MemoryLedger, "shared", True)
     async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
@@ -78,7 +78,7 @@ async def test_where_nobody_can_tell_nothing_is_kept(what: str, monkeypatch: pyt
 async def test_what_was_filed_before_an_engine_stopped_telling_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
         history = await first_turn(cluster)
-        monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+        monkeypatch.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
         report = await asked(cluster, history)
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
 
@@ -89,7 +89,7 @@ async def test_an_engine_that_once_does_not_say_costs_the_turn_that_asked_and_no
     async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
         histories = {name: await first_turn(cluster, conversation=name) for name in "ab"}
         with monkeypatch.context() as slow:
-            slow.setattr("backhaul_router.probe.start_of", lambda page: None)
+            slow.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
             report = await asked(cluster, histories["a"], conversation="a")
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
         for name, history in histories.items():
@@ -108,7 +108,7 @@ async def test_one_that_is_added_again_after_a_restart_is_another_process(
         await cluster.reconnected()
         with monkeypatch.context() as silent:
             if not says:
-                silent.setattr("backhaul_router.probe.start_of", lambda page: None)
+                silent.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
             await cluster.router.add_engine(Role.DECODE, cluster.d.url)
         left = await cluster.router.drain_engine(cluster.d.url)
         assert left.handles == (0 if says else 1)
@@ -120,7 +120,7 @@ async def test_one_that_begins_to_say_when_it_began_is_sure_from_when_it_is_adde
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as silent:
-        silent.setattr("backhaul_router.probe.start_of", lambda page: None)
+        silent.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
         async with run_cluster(p=NO_CACHE, d=FIXED) as cluster:
             history = await first_turn(cluster)
             silent.undo()
@@ -155,7 +155,7 @@ async def test_with_several_api_servers_one_new_handle_tells_that_nothing_has_ch
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their pages do not say when the engine began; its random id does."""
-    monkeypatch.setattr("backhaul_router.probe.start_of", lambda page: None)
+    monkeypatch.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
     async with run_cluster(p=NO_CACHE) as cluster:
         histories = {name: await first_turn(cluster, conversation=name) for name in "ab"}
         cluster.router.fleet.processes.doubt(cluster.d.url)

@@ -10,9 +10,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router.fleet import Holder
-from backhaul_router.leases import EngineLeases, LeaseError
+from backhaul_loopback import LoopbackEngine
+from backhaul_router.engines.leases import EngineLeases, LeaseError
+from backhaul_router.fleet.fleet import Holder
 from backhaul_router.report import Proof, Reason, Route
 from router_turns import (
     CHAT,

@@ -10,13 +10,13 @@ from typing import Any
 
 import anyio
 import pytest
-from backhaul_connector.loopback import LoopbackEngine, VirtualClock
-from backhaul_connector.loopback import server as loopback_server
-from backhaul_connector.loopback.clock import CostModel
+from backhaul_loopback import LoopbackEngine, VirtualClock
+from backhaul_loopback import server as loopback_server
+from backhaul_loopback.clock import CostModel
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Reply, Request, Router
 from backhaul_router.errors import ConfigError
 from backhaul_router.report import Reason, Route
-from backhaul_router.router import Reply, Request, Router
 from router_turns import CHAT, STORY, Cluster, first_turn, opening, run_cluster, user
 
 SLOW = {"costs": CostModel(decode_s=0.05)}

@@ -10,8 +10,8 @@ from typing import Any
 
 import backhaul
 import pytest
-from backhaul._demo_agent import SCRIPT, converse
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
+from backhaul_demo.agent import SCRIPT, converse
+from backhaul_loopback import LoopbackPair, loopback_pair
 from served import freed, serving
 from test_sdk_remote import comparable
 

@@ -8,7 +8,7 @@ import contextlib
 import io
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine, loopback_pair
+from backhaul_loopback import LoopbackEngine, loopback_pair
 from served import freed, in_thread
 
 pytestmark = pytest.mark.openai

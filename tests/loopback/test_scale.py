@@ -15,15 +15,15 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackEngine, VirtualClock, kv
-from backhaul_connector.loopback.bodies import ChatBody, convert
-from backhaul_connector.loopback.leases import LeaseTable
-from backhaul_connector.loopback.requests import chat_call
-from backhaul_connector.loopback.template import tool_call_text
-from backhaul_connector.loopback.tokenizer import EOS, decode
+from backhaul_loopback import CostModel, LoopbackEngine, VirtualClock, kv
+from backhaul_loopback.bodies import ChatBody, convert
+from backhaul_loopback.leases import LeaseTable
+from backhaul_loopback.requests import chat_call
+from backhaul_loopback.template import tool_call_text
+from backhaul_loopback.tokenizer import EOS, decode
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.router import Request, Router
 from router_turns import CHAT, GRACE_S, STORY, Message, events, system, user
 
 TURNS = 2_000

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from backhaul import ConfigError, Reason, Route
-from backhaul_connector.loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
+from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
 from pydantic import BaseModel
 
 SYSTEM = {"role": "system", "content": "You are a patient agent that answers at length. " * 8}

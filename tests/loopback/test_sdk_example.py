@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backhaul_connector.loopback import loopback_pair
+from backhaul_loopback import loopback_pair
 
 AGENT = Path(__file__).parents[2] / "examples" / "agent.py"
 

@@ -13,7 +13,7 @@ import backhaul
 import openai
 import pytest
 from backhaul import Reason, Route
-from backhaul_connector.loopback import CostModel, LoopbackPair, loopback_pair
+from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM
 

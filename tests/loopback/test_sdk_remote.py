@@ -14,7 +14,7 @@ import openai
 import pytest
 from backhaul import Reason, ReuseReport, Route
 from backhaul._http import openais_http_module
-from backhaul_connector.loopback import CostModel, LoopbackPair, loopback_pair
+from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM, talk, talk_sync
 

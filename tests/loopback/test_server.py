@@ -13,14 +13,14 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackEngine, LoopbackPair, RealClock, loopback_pair
-from backhaul_connector.supervise import descendants
-from backhaul_router import cli
-from backhaul_router.asgi import App, is_loopback, make_app
+from backhaul_cli import main as cli
+from backhaul_connector.launch.supervise import descendants
+from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, RealClock, loopback_pair
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import ReuseReport
-from backhaul_router.reports import ReportLogs
-from backhaul_router.router import Request, Router
+from backhaul_router.serve.asgi import App, is_loopback, make_app
+from backhaul_router.serve.report_log import ReportLogs
 from served import LIMIT_S, freed, in_thread, run, serving
 
 CHAT = "/v1/chat/completions"

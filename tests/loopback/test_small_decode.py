@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackEngine, VirtualClock
+from backhaul_loopback import CostModel, LoopbackEngine, VirtualClock
 from backhaul_router.config import RouterConfig
-from backhaul_router.kept_kv import look
+from backhaul_router.drive.router import Request, Router
+from backhaul_router.engines.retention_polling import look
+from backhaul_router.fleet.retention import Cause
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.retention import Cause
-from backhaul_router.router import Request, Router
 from router_turns import BLOCK, CHAT, STORY, Cluster, opening, run_cluster, system, user
 
 STOCK: dict[str, Any] = {}

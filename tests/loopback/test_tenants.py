@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
-from backhaul_router import access, cli, http_limits, salts
-from backhaul_router.asgi import make_app
+from backhaul_cli import main as cli
+from backhaul_loopback import LoopbackPair, loopback_pair
 from backhaul_router.config import RouterConfig
-from backhaul_router.tenants import Tenants
+from backhaul_router.serve import access, http_limits
+from backhaul_router.serve.asgi import make_app
+from backhaul_router.serve.tenants import Tenants
+from backhaul_router.wire import cache_salt
 from served import freed, in_thread, serving
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -256,7 +258,7 @@ async def test_engines_get_a_salt_of_the_tenants_own_on_every_leg(
         for name, key in (("alice", ALICE), ("bob", BOB)):
             answer = await http.post(path, json=body_for(path, pair, **said), headers=bearer(key))
             assert answer.status_code == 200, answer.text
-            expected = salts.salt_of(name, said.get("cache_salt") or "")
+            expected = cache_salt.salt_of(name, said.get("cache_salt") or "")
             for engine in (pair.prefill, pair.decode):
                 assert engine.requests_to(path)[-1].body["cache_salt"] == expected
 
@@ -268,12 +270,12 @@ async def test_a_request_that_goes_to_one_engine_as_it_is_has_the_salt_too(
     for number, more in enumerate(ways, 1):
         await http.post(CHAT, json=body_for(CHAT, pair, **more), headers=bearer(ALICE))
         assert len(pair.decode.requests_to(CHAT)) == number
-        assert pair.decode.requests_to(CHAT)[-1].body["cache_salt"] == salts.salt_of("alice")
+        assert pair.decode.requests_to(CHAT)[-1].body["cache_salt"] == cache_salt.salt_of("alice")
 
 
 async def test_embeddings_have_it_and_what_runs_no_model_has_none(pair: LoopbackPair, http: httpx2.AsyncClient) -> None:
     await http.post("/v1/embeddings", json={"input": "x", "cache_salt": "s"}, headers=bearer(ALICE))
-    assert pair.decode.requests_to("/v1/embeddings")[-1].body["cache_salt"] == salts.salt_of("alice", "s")
+    assert pair.decode.requests_to("/v1/embeddings")[-1].body["cache_salt"] == cache_salt.salt_of("alice", "s")
     await http.post("/tokenize", json={"prompt": "x"}, headers=bearer(ALICE))
     assert "cache_salt" not in pair.decode.requests_to("/tokenize")[-1].body
 

@@ -10,9 +10,9 @@ import httpx2
 import openai
 import pytest
 from backhaul._remote import follow
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
+from backhaul_loopback import LoopbackPair, loopback_pair
 from backhaul_router.report import Route
-from backhaul_router.tenants import Tenants
+from backhaul_router.serve.tenants import Tenants
 from served import freed, in_thread
 
 ALICE, BOB = "alice-0123456789", "bob-0123456789abc"

@@ -16,16 +16,18 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
-from backhaul_connector.loopback.clock import CostModel
-from backhaul_router import cli, otlp, tracing
-from backhaul_router.asgi import make_app
+from backhaul_cli import main as cli
+from backhaul_loopback import LoopbackPair, loopback_pair
+from backhaul_loopback.clock import CostModel
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive import tracing
+from backhaul_router.drive.spans import tracing_of
+from backhaul_router.drive.tracing import TurnTracing
 from backhaul_router.errors import ConfigError
-from backhaul_router.otlp import ENDPOINT_VARIABLES, tracing_from
 from backhaul_router.report import Proof, Reason, Route
-from backhaul_router.spans import tracing_of
-from backhaul_router.tracing import TurnTracing
+from backhaul_router.serve import otlp
+from backhaul_router.serve.asgi import make_app
+from backhaul_router.serve.otlp import ENDPOINT_VARIABLES, tracing_from
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -344,9 +346,9 @@ async def test_a_processor_that_fails_costs_the_client_nothing(caplog: pytest.Lo
 
 async def test_without_tracing_nothing_of_opentelemetry_is_imported() -> None:
     program = (
-        "import sys, backhaul_router.asgi, backhaul_router.cli, backhaul_router.otlp, backhaul_router.transport\n"
-        "from backhaul_router.spans import tracing_of\n"
-        "assert tracing_of(None) is None and backhaul_router.otlp.tracing_from(None) is None\n"
+        "import sys, backhaul_router.serve.asgi, backhaul_cli.main, backhaul_router.serve.otlp, backhaul_router.drive.embedded\n"
+        "from backhaul_router.drive.spans import tracing_of\n"
+        "assert tracing_of(None) is None and backhaul_router.serve.otlp.tracing_from(None) is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     variables = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

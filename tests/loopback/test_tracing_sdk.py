@@ -8,7 +8,7 @@ from typing import Any
 
 import backhaul
 import pytest
-from backhaul_connector.loopback import LoopbackPair, loopback_pair
+from backhaul_loopback import LoopbackPair, loopback_pair
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor

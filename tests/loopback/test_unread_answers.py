@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from backhaul_connector.loopback import LoopbackEngine
-from backhaul_router.http_connection import Connection
+from backhaul_loopback import LoopbackEngine
+from backhaul_router.engines.http_connection import Connection
 from router_turns import STORY, Cluster, first_turn, run_cluster, user
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from backhaul_connector.loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
-from backhaul_connector.supervise import descendants
+from backhaul_connector.launch.supervise import descendants
+from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
 from redis_servers import RedisServer, needs_redis, redis_server
 from served import LIMIT_S, Served, run, serving
 

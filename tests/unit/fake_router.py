@@ -1,4 +1,4 @@
-"""Stands in for `backhaul_router.router.Router`: answers from a script, and records what it was asked to do."""
+"""Stands in for `backhaul_router.drive.router.Router`: answers from a script, and records what it was asked to do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from backhaul_router.drive.router import Request
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.router import Request
 
 JSON = ("content-type", "application/json")
 SSE = ("content-type", "text/event-stream; charset=utf-8")

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from backhaul_router.admin import PATH, Admin, Answer
 from backhaul_router.config import RouterConfig
-from backhaul_router.router import Router
+from backhaul_router.drive.router import Router
+from backhaul_router.serve.admin import PATH, Admin, Answer
 
 KEY = "an-admin-key-of-some-length"
 CONFIG: dict[str, Any] = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}

@@ -6,8 +6,8 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from backhaul_router.admission import Admission, Limits, Refused
 from backhaul_router.errors import ConfigError
+from backhaul_router.serve.admission import Admission, Limits, Refused
 
 
 class Turns:

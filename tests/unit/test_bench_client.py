@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from backhaul.bench import client
-from backhaul_router import cli
+from backhaul_bench import client
+from backhaul_cli import main as cli
 
 pytestmark = pytest.mark.openai
 

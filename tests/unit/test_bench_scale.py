@@ -8,9 +8,9 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from backhaul.bench import scale
-from backhaul_router import cli
-from backhaul_router.fleet import Fleet
+from backhaul_bench import scale
+from backhaul_cli import main as cli
+from backhaul_router.fleet.fleet import Fleet
 
 MANY = 5_600
 """A little more than what makes dictionaries double: nowhere do they take more for each."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from backhaul_router.config import RouterConfig
+from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.errors import ConfigError
-from backhaul_router.http_client import HttpClient
-from backhaul_router.redis_link import RedisLink
+from backhaul_router.ledger.redis_link import RedisLink
 from backhaul_router.report import Route
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from backhaul.bench import digests, idle
-from backhaul_router import cli
+from backhaul_bench import digests, idle
+from backhaul_cli import main as cli
 
 LIMIT_MS = 2.0
 USUAL_MS = 0.85

@@ -12,10 +12,10 @@ import backhaul
 import httpx2
 import pytest
 from backhaul import Reason, Route
-from backhaul_router import scope
-from backhaul_router.leases import LeaseError
-from backhaul_router.pauses import Paused
-from backhaul_router.transport import make_async_transport, make_transport
+from backhaul_router.drive.embedded import make_async_transport, make_transport
+from backhaul_router.drive.pauses import Paused
+from backhaul_router.engines.leases import LeaseError
+from backhaul_router.identity import scope
 from fake_router import FakeRouter, report
 
 URL = "http://anywhere/v1/chat/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from backhaul_router import digests
+from backhaul_router.ledger import digests
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from backhaul_router import http_connection
-from backhaul_router.engine_client import EngineCall, EngineFailure, FailureKind, Kept
-from backhaul_router.http_client import HttpClient
+from backhaul_router.engines import http_connection
+from backhaul_router.engines.client import EngineCall, EngineFailure, FailureKind, Kept
+from backhaul_router.engines.http_client import HttpClient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -839,8 +839,8 @@ async def test_an_unknown_certificate_is_refused(client):
 async def test_https_with_a_certificate_that_the_system_trusts():
     program = f"""
 import asyncio, sys
-from backhaul_router.http_client import HttpClient
-from backhaul_router.engine_client import EngineCall
+from backhaul_router.engines.http_client import HttpClient
+from backhaul_router.engines.client import EngineCall
 
 async def main():
     client = HttpClient()

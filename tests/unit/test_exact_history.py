@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from backhaul_router.exact_history import Listening, Said, said, said_in, splice
+from backhaul_router.wire.exact_history import Listening, Said, said, said_in, splice
 
 END, NEWLINE, USER, ASSISTANT = 2, 10, 100, 101
 

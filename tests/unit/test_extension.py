@@ -7,14 +7,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from backhaul_router import extension
-from backhaul_router.extension import Ask, LeaseOperation, read_lease_answer, reason_of
 from backhaul_router.report import Reason
+from backhaul_router.wire import connector_object
+from backhaul_router.wire.connector_object import Ask, LeaseOperation, read_lease_answer, reason_of
 from core_values import encoded, says
 
 
 def test_what_is_meant_for_the_router_is_not_passed_on() -> None:
-    said = extension.read(encoded(says(account={"prompt": 3, "why": "diverged"}, token_ids=[1, 2], more={"x": 1})))
+    said = connector_object.read(
+        encoded(says(account={"prompt": 3, "why": "diverged"}, token_ids=[1, 2], more={"x": 1}))
+    )
     assert said.passed_on is not None
     assert json.loads(said.passed_on) == says(more={"x": 1})
     assert (said.digests, said.token_ids) == (True, (1, 2))
@@ -28,17 +30,17 @@ def test_what_is_meant_for_the_router_is_not_passed_on() -> None:
     "raw", [None, b"null", b"{}", b'{"version":2,"digests":"x"}', b'{"version":"1","digests":"x"}']
 )
 def test_other_versions_say_nothing(raw: bytes | None) -> None:
-    assert extension.read(raw) == extension.NOTHING
+    assert connector_object.read(raw) == connector_object.NOTHING
 
 
 @pytest.mark.parametrize("wrong", [{"account": 1}, {"digests": 5}, {"lease": {"ttl_s": "x"}}, {"token_ids": ["a"]}])
 def test_a_wrong_shape_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(msgspec.DecodeError):
-        extension.read(encoded({"version": 1} | wrong))
+        connector_object.read(encoded({"version": 1} | wrong))
 
 
 def test_a_plugin_without_the_connector_has_nothing_to_pass_on() -> None:
-    assert extension.read(b'{"version":1,"token_ids":[5]}').passed_on is None
+    assert connector_object.read(b'{"version":1,"token_ids":[5]}').passed_on is None
 
 
 @pytest.mark.parametrize(
@@ -52,12 +54,12 @@ def test_a_plugin_without_the_connector_has_nothing_to_pass_on() -> None:
     ],
 )
 def test_decode_is_asked(ask: Ask, sent: dict[str, Any]) -> None:
-    assert json.loads(bytes(extension.asking(ask))) == {"version": 1, **sent}
+    assert json.loads(bytes(connector_object.asking(ask))) == {"version": 1, **sent}
 
 
 def test_what_prefill_says_goes_beside() -> None:
     beside = b'{"version":1,"prompt_hash":"ab"}'
-    assert json.loads(bytes(extension.asking(Ask(retain=False), beside))) == {
+    assert json.loads(bytes(connector_object.asking(Ask(retain=False), beside))) == {
         "version": 1,
         "prompt_hash": "ab",
         "retain": False,

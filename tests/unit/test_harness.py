@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from backhaul_router import frameworks
-from backhaul_router.identity import MAX_ID_BYTES, Identity, IdentityError, identify, with_parent
-from backhaul_router.known_responses import KnownResponses
+from backhaul_router.identity import frameworks
+from backhaul_router.identity.identify import MAX_ID_BYTES, Identity, IdentityError, identify, with_parent
+from backhaul_router.identity.response_ids import KnownResponses
 from backhaul_router.wire import Endpoint
 from core_values import facts
 from hypothesis import given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backhaul_router.hints import NO_HINTS, HintError, Hints, inside, longest_pause_s, read_hints, why_not_kept
+from backhaul_router.identity.hints import NO_HINTS, HintError, Hints, inside, longest_pause_s, read_hints, why_not_kept
 from core_values import config
 
 

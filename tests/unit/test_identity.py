@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from backhaul_router.identity import Identity, IdentityError, identify
+from backhaul_router.identity.identify import Identity, IdentityError, identify
 
 NAMES = [
     ("header:x-conversation-id", {"x-conversation-id": "c"}, {}),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from backhaul_connector import idle
+from backhaul_connector.vllm_patches import idle
 
 
 class Core:

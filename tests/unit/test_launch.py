@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_connector import interpreter, models, supervise
-from backhaul_connector.command import (
+from backhaul_cli import main as cli
+from backhaul_connector.launch import interpreter, models, supervise
+from backhaul_connector.launch.command import (
     Connector,
     Device,
     EngineCommand,
@@ -27,7 +28,6 @@ from backhaul_connector.command import (
     split_cores,
     split_gpus,
 )
-from backhaul_router import cli
 
 
 def commands(

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from backhaul_router.audit import compare
-from backhaul_router.effects import EndLease
-from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineFailure, FailureKind
-from backhaul_router.extension import Account
-from backhaul_router.fleet import Fleet, Holder
-from backhaul_router.leases import LeaseError, Leases, Renewal
+from backhaul_router.engines.audit import compare
+from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure, FailureKind
+from backhaul_router.engines.leases import LeaseError, Leases, Renewal
+from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.turn.effects import EndLease
+from backhaul_router.wire.connector_object import Account
 from core_values import D1, D2, P1, P2, encoded, engine, held, leased
 
 Respond = Callable[[EngineCall], EngineAnswer]

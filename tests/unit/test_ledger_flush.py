@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-from backhaul_router import digests
-from backhaul_router.ledger import Held, Key, MemoryLedger, Taken
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Held, Key, MemoryLedger, Taken
 from backhaul_router.report import Reason
 from core_values import branch, held, leased
 

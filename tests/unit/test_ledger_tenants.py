@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backhaul_router import digests
-from backhaul_router.known_responses import KnownResponses
-from backhaul_router.ledger import Key, MemoryLedger, Taken
+from backhaul_router.identity.response_ids import KnownResponses
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Key, MemoryLedger, Taken
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.reports import ReportLog, ReportLogs
+from backhaul_router.serve.report_log import ReportLog, ReportLogs
 from core_values import branch, held
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,8 +6,8 @@ import itertools
 from collections import Counter
 
 import pytest
-from backhaul_router.fleet import Engine, Fleet, Role
-from backhaul_router.load import Gauges, Homes, read_gauges
+from backhaul_router.fleet.fleet import Engine, Fleet, Role
+from backhaul_router.fleet.load import Gauges, Homes, read_gauges
 from core_values import D1, D2, P1, P2, engine, fleet
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from backhaul_router import logs
-from backhaul_router.identity import Identity
-from backhaul_router.logs import JsonFormatter, TextFormatter
+from backhaul_router.drive import logs
+from backhaul_router.drive.logs import JsonFormatter, TextFormatter
+from backhaul_router.identity.identify import Identity
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.turn import Turn
+from backhaul_router.turn.turn import Turn
 from core_values import config, facts, fleet
 
 log = logging.getLogger("backhaul")

@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from backhaul_router.members import put_last, without
+from backhaul_router.wire.json_members import put_last, without
 from hypothesis import given
 from msgspec import Raw
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from backhaul_router.effects import Checked, DropEngine, Ended, Event, GiveBack, Lost
-from backhaul_router.fleet import Engine
+from backhaul_router.fleet.fleet import Engine
 from backhaul_router.report import Reason, Route
+from backhaul_router.turn.effects import Checked, DropEngine, Ended, Event, GiveBack, Lost
 from core_values import D1, P1, params
 from turn_drive import BODY, FIRST, OLD, PROMPT, Drive, prefilled, rendered, whole
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from backhaul_router import digests
-from backhaul_router.fleet import Fleet
-from backhaul_router.ledger import Taken
-from backhaul_router.load import Gauges
-from backhaul_router.placement import NoEngine, Placement, Prompt, place, why_moved
+from backhaul_router.fleet.fleet import Fleet
+from backhaul_router.fleet.load import Gauges
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Taken
 from backhaul_router.report import Basis, Proof, Reason, Route
+from backhaul_router.turn.placement import NoEngine, Placement, Prompt, place, why_moved
 from core_values import BLOCK, D1, D2, P1, P2, branch, config, engine, fleet, held, leased, taken
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from backhaul_connector import nixl_progress, on_import, plugin
+from backhaul_connector.vllm_patches import nixl_progress, on_import, plugin
 
 HANDLE = {"do_remote_decode": True, "remote_block_ids": [[4, 5]], "remote_num_tokens": 70}
 CHAT, COMPLETIONS, MESSAGES = plugin.TARGETS

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from backhaul_router.breakers import Who
-from backhaul_router.effects import DropEngine, Release
-from backhaul_router.engine_client import EngineAnswer, EngineCall, EngineClient, FailureKind
-from backhaul_router.fleet import Fleet
-from backhaul_router.probing import Prober
+from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineClient, FailureKind
+from backhaul_router.engines.recovery import Prober
+from backhaul_router.fleet.breakers import Who
+from backhaul_router.fleet.fleet import Fleet
+from backhaul_router.turn.effects import DropEngine, Release
 from core_values import D1, ENGINE_ID, P1, encoded, engine, params
 
 OTHER = "7c5b6f0e-90bd-4a6a-b0bb-1f8f6a9a2c55"

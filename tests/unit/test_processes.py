@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 import pytest
-from backhaul_router.processes import Processes, Verdict, is_fixed
+from backhaul_router.fleet.restarts import Processes, Verdict, is_fixed
 
 D = "http://d1:1"
 RANDOM, FIXED = "0b7e1d5c-94a1-4f0e-8c56-3f1d2a7b9e40", "decode-0"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
-from backhaul_router.fleet import kv_tokens_of, ranks_of
-from backhaul_router.load import read_gauges
+from backhaul_router.fleet.fleet import kv_tokens_of, ranks_of
+from backhaul_router.fleet.load import read_gauges
 from backhaul_router.ranks import page_of, split
 
 PAGE = """# HELP vllm:num_requests_running x

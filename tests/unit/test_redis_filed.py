@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("redis")
 
-from backhaul_router.ledger import Held
-from backhaul_router.redis_local import Filed
-from backhaul_router.redis_records import Name
+from backhaul_router.ledger.memory import Held
+from backhaul_router.ledger.redis_local import Filed
+from backhaul_router.ledger.redis_records import Name
 from core_values import leased
 
 A, B = Name("", "a"), Name("", "b")

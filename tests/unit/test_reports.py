@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.reports import ReportLog
+from backhaul_router.serve.report_log import ReportLog
 
 
 def report(conversation: str | None = "c1", turn: int = 1, **values: Any) -> ReuseReport:

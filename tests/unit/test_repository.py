@@ -21,11 +21,11 @@ MAY_IMPORT = {
     "backhaul_router": set(),
     "backhaul": {"backhaul_router"},
     "backhaul_langchain": {"backhaul", "backhaul_router"},
-    "backhaul_connector": {"backhaul_router.wire", "backhaul_router.digests"},
+    "backhaul_connector": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
 }
 """Imports run one way: integrations, sdk, router. What runs inside vLLM needs only the wire's words."""
 
-TOOLS = ("backhaul_router.cli", "backhaul.bench", "backhaul.demo")
+TOOLS = ("backhaul_cli", "backhaul_bench", "backhaul_demo.demo")
 """Commands that start whole clusters stand above the packages: they import from all, and no package imports them."""
 
 ENGINE_SIDE = {"gguf", "nixl", "tokenizers", "torch", "transformers", "vllm"}
@@ -131,7 +131,7 @@ def test_importing_the_sdk_loads_no_engine_no_framework_and_no_second_http_libra
     program = """
 import sys, openai
 before = set(sys.modules)
-import backhaul, backhaul_router.router
+import backhaul, backhaul_router.drive.router
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_router import cli
+from backhaul_cli import main as cli
+from backhaul_router.drive.logs import LogFormat
 from backhaul_router.errors import ConfigError
-from backhaul_router.logs import LogFormat
 from backhaul_router.report import Route
-from backhaul_router.settings import SETTINGS, TABLES, Settings, load
+from backhaul_router.serve.settings import SETTINGS, TABLES, Settings, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backhaul.toml"
 ENGINES = """

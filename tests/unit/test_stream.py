@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from backhaul_router import wire
-from backhaul_router.stream import StreamFilter
+from backhaul_router.wire.stream import StreamFilter
 from core_values import encoded, params
 from hypothesis import given
 from hypothesis import strategies as st

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backhaul_router.suspects import MOST, WINDOW_S, Suspects
+from backhaul_router.fleet.poison import MOST, WINDOW_S, Suspects
 
 
 def test_the_death_of_one_engine_counts_once_however_many_it_took_along() -> None:

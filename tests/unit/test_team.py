@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request
 from backhaul_router.errors import ConfigError
-from backhaul_router.ids import MAX_ID_BYTES
-from backhaul_router.known_responses import KnownResponses
-from backhaul_router.on_record import joined, to_join
-from backhaul_router.reload import in_force
+from backhaul_router.identity.ids import MAX_ID_BYTES
+from backhaul_router.identity.response_ids import KnownResponses
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.reports import ReportLog
-from backhaul_router.router import Request
-from backhaul_router.settings import Settings, load
-from backhaul_router.team_admin import changed, listed, with_members
-from backhaul_router.team_reports import TeamRecord, TeamResponses
-from backhaul_router.worker_link import Answers, Ask, How, Member, Message, Stop, Unpacker, Whom, packed
-from backhaul_router.worker_process import MOST_FAILURES, STEADY_S, Restarts
+from backhaul_router.serve.conversation_log import joined, to_join
+from backhaul_router.serve.reload import in_force
+from backhaul_router.serve.report_log import ReportLog
+from backhaul_router.serve.settings import Settings, load
+from backhaul_router.serve.team_admin import changed, listed, with_members
+from backhaul_router.serve.team_reports import TeamRecord, TeamResponses
+from backhaul_router.serve.worker_link import Answers, Ask, How, Member, Message, Stop, Unpacker, Whom, packed
+from backhaul_router.serve.worker_process import MOST_FAILURES, STEADY_S, Restarts
 
 ENGINES: dict[str, Any] = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
 REDIS = "redis://127.0.0.1/0"

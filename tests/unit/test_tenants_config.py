@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from backhaul_router.errors import ConfigError
-from backhaul_router.tenants import KEYS_VARIABLE, Tenant, Tenants
+from backhaul_router.serve.tenants import KEYS_VARIABLE, Tenant, Tenants
 
 ALICE, ALICES_NEXT, BOB = "alice-0123456789", "alice-9876543210", "bob-0123456789abc"
 

@@ -18,10 +18,10 @@ import httpx
 import httpx2
 import openai
 import pytest
-from backhaul_router import scope
+from backhaul_router.drive.embedded import make_async_transport, make_transport
 from backhaul_router.errors import ConfigError
+from backhaul_router.identity import scope
 from backhaul_router.report import ReuseReport
-from backhaul_router.transport import make_async_transport, make_transport
 from fake_router import SSE, FakeReply, FakeRouter, event, never, replying, stalling_after
 
 URL = "http://anywhere/v1/chat/completions?a=1"
@@ -416,7 +416,7 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
 PRELUDE = """
 import asyncio, os, time, httpx2
 from backhaul_router import portal
-from backhaul_router.transport import make_async_transport, make_transport
+from backhaul_router.drive.embedded import make_async_transport, make_transport
 from fake_router import FakeRouter, stalling_after
 
 class Router(FakeRouter):

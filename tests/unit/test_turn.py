@@ -7,8 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from backhaul_router import digests
-from backhaul_router.effects import (
+from backhaul_router.errors import Leg
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Branch, Held, Taken
+from backhaul_router.report import Proof, Reason, Route
+from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
@@ -25,10 +28,7 @@ from backhaul_router.effects import (
     Settle,
     Took,
 )
-from backhaul_router.errors import Leg
-from backhaul_router.ledger import Branch, Held, Taken
-from backhaul_router.report import Proof, Reason, Route
-from backhaul_router.steps import Done, UnexpectedEvent
+from backhaul_router.turn.steps import Done, UnexpectedEvent
 from backhaul_router.wire import Endpoint, Facts
 from core_values import BLOCK, D1, D2, P1, P2, encoded, facts, fleet, handle, params
 from turn_drive import (

@@ -8,8 +8,13 @@ import json
 from collections.abc import Callable
 
 import msgspec
-from backhaul_router.decoding import Collecting, Relaying
-from backhaul_router.effects import (
+from backhaul_router.errors import Leg
+from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.identity.identify import Identity
+from backhaul_router.ledger.memory import Held, Taken
+from backhaul_router.report import Route
+from backhaul_router.turn.decoding import Collecting, Relaying
+from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
@@ -25,12 +30,7 @@ from backhaul_router.effects import (
     Respond,
     Settle,
 )
-from backhaul_router.errors import Leg
-from backhaul_router.fleet import Fleet, Holder
-from backhaul_router.identity import Identity
-from backhaul_router.ledger import Held, Taken
-from backhaul_router.report import Route
-from backhaul_router.steps import Done
+from backhaul_router.turn.steps import Done
 from backhaul_router.wire import Endpoint
 from core_values import D1, D2, P1, P2, encoded, engine, facts, fleet, handle, leased, params, says
 from hypothesis import given, settings

@@ -8,7 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from backhaul_router.effects import (
+from backhaul_router.errors import Leg
+from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.ledger.memory import Held, Taken
+from backhaul_router.report import Proof, Reason, Route
+from backhaul_router.turn.effects import (
     Action,
     Answered,
     Check,
@@ -24,12 +28,8 @@ from backhaul_router.effects import (
     Settle,
     Took,
 )
-from backhaul_router.errors import Leg
-from backhaul_router.extension import _REASONS, VOID, reason_of
-from backhaul_router.fleet import Fleet, Holder
-from backhaul_router.ledger import Held, Taken
-from backhaul_router.preparing import Taking
-from backhaul_router.report import Proof, Reason, Route
+from backhaul_router.turn.preparing import Taking
+from backhaul_router.wire.connector_object import _REASONS, VOID, reason_of
 from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
     BODY,

@@ -6,7 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from backhaul_router.effects import (
+from backhaul_router.engines.client import FailureKind
+from backhaul_router.errors import Leg
+from backhaul_router.ledger.memory import Taken
+from backhaul_router.report import Reason, Route
+from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
@@ -20,11 +24,7 @@ from backhaul_router.effects import (
     Send,
     Settle,
 )
-from backhaul_router.engine_client import FailureKind
-from backhaul_router.errors import Leg
-from backhaul_router.ledger import Taken
-from backhaul_router.report import Reason, Route
-from backhaul_router.steps import Done
+from backhaul_router.turn.steps import Done
 from backhaul_router.wire import Facts
 from core_values import D1, D2, P1, P2, encoded, fleet, params
 from turn_drive import (

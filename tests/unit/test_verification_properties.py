@@ -11,10 +11,11 @@ from typing import Any
 from backhaul_connector import locators
 from backhaul_connector.handles import Handle
 from backhaul_connector.lease_table import Grant, LeaseTable
-from backhaul_router import digests, wire
-from backhaul_router.ledger import Held
-from backhaul_router.placement import Placement, Prompt, place, reusable_blocks
+from backhaul_router import wire
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Held
 from backhaul_router.report import Reason, Route
+from backhaul_router.turn.placement import Placement, Prompt, place, reusable_blocks
 from core_values import branch, config, fleet, held, taken
 from hypothesis import given
 from hypothesis import strategies as st

@@ -17,15 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from backhaul_router import workers
-from backhaul_router.admin import Answer
-from backhaul_router.settings import Settings, load
-from backhaul_router.team import Team, said
-from backhaul_router.team_admin import TeamAdmin, changed
-from backhaul_router.worker_connections import Connections
-from backhaul_router.worker_link import RELOAD, Answers, Ask, Do, Message, Said, Unpacker, Whom
-from backhaul_router.worker_process import Place, Process
-from backhaul_router.worker_questions import Questions
+from backhaul_router.serve import workers
+from backhaul_router.serve.admin import Answer
+from backhaul_router.serve.settings import Settings, load
+from backhaul_router.serve.team import Team, said
+from backhaul_router.serve.team_admin import TeamAdmin, changed
+from backhaul_router.serve.worker_connections import Connections
+from backhaul_router.serve.worker_link import RELOAD, Answers, Ask, Do, Message, Said, Unpacker, Whom
+from backhaul_router.serve.worker_process import Place, Process
+from backhaul_router.serve.worker_questions import Questions
 
 LIMIT_S = 10.0
 

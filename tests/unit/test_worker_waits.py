@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from backhaul_connector import worker_waits
+from backhaul_connector.vllm_patches import worker_waits
 
 
 class Poller:

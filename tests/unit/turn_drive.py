@@ -6,8 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from backhaul_router import digests
-from backhaul_router.effects import (
+from backhaul_router.engines.client import FailureKind
+from backhaul_router.errors import Leg
+from backhaul_router.fleet.fleet import Fleet
+from backhaul_router.identity.identify import Identity
+from backhaul_router.ledger import digests
+from backhaul_router.ledger.memory import Branch, Held, Taken
+from backhaul_router.report import Reason, ReuseReport, Route
+from backhaul_router.turn.effects import (
     Action,
     Answered,
     Call,
@@ -23,14 +29,8 @@ from backhaul_router.effects import (
     Take,
     Took,
 )
-from backhaul_router.engine_client import FailureKind
-from backhaul_router.errors import Leg
-from backhaul_router.fleet import Fleet
-from backhaul_router.identity import Identity
-from backhaul_router.ledger import Branch, Held, Taken
-from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.steps import Done, State
-from backhaul_router.turn import Turn
+from backhaul_router.turn.steps import Done, State
+from backhaul_router.turn.turn import Turn
 from backhaul_router.wire import Facts
 from core_values import BLOCK, D1, P1, config, encoded, facts, fleet, handle, params
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from backhaul_connector.launch import Engine, EngineCommand
+from backhaul_connector.launch.cluster import Engine, EngineCommand
 from backhaul_router.config import RouterConfig
-from backhaul_router.engine_client import EngineAnswer, EngineCall
-from backhaul_router.http_client import HttpClient, HttpStream
+from backhaul_router.drive.router import Request, Router
+from backhaul_router.engines.client import EngineAnswer, EngineCall
+from backhaul_router.engines.http_client import HttpClient, HttpStream
 from backhaul_router.report import ReuseReport
-from backhaul_router.router import Request, Router
 from by_hand import alarms
 from real_engines import EngineSet, metrics, wait_for_baseline
 from vllm_agents import COMPLETIONS, Agent, Answer

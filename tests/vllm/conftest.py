@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from backhaul_connector.launch import Connector
+from backhaul_connector.launch.cluster import Connector
 from backhaul_router.report import Proof
 from real_engines import PYTHON, EngineSet, EngineSets
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from backhaul_connector.launch import Connector, Engine, Engines, EnginesConfig
+from backhaul_connector.launch.cluster import Connector, Engine, Engines, EnginesConfig
 
 PYTHON = Path(os.environ.get("BACKHAUL_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
 """The interpreter that has vLLM."""

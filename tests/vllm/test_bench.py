@@ -6,11 +6,11 @@ import io
 import warnings
 
 import pytest
-from backhaul import demo
-from backhaul._demo_agent import SCRIPT
-from backhaul._demo_screen import Screen
-from backhaul.bench import ttft
-from backhaul.bench.clusters import Cluster
+from backhaul_bench import ttft
+from backhaul_bench.clusters import Cluster
+from backhaul_demo import demo
+from backhaul_demo.agent import SCRIPT
+from backhaul_demo.screen import Screen
 from backhaul_router.report import Route
 from real_engines import EngineSet
 from rich.console import Console

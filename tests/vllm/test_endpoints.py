@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from backhaul_router.drive.router import Request
 from backhaul_router.report import Proof, Reason, ReuseReport, Route
-from backhaul_router.router import Request
 from real_engines import EngineSet, client, salted
 from vllm_agents import SECRETS, router_on
 

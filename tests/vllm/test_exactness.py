@@ -10,8 +10,8 @@ from pathlib import Path
 
 import exactness
 import pytest
-from backhaul.bench import exact
-from backhaul_connector.launch import Connector
+from backhaul_bench import exact
+from backhaul_connector.launch.cluster import Connector
 from backhaul_router.report import Proof
 from exactness import CASES, Site, play
 from exactness.proofs import PROOFS

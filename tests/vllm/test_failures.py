@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_connector.launch import Engine
-from backhaul_router import cli
+from backhaul_cli import main as cli
+from backhaul_connector.launch.cluster import Engine
 from backhaul_router.report import Proof, Reason, Route
 from breakable import (
     BLOCK,

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from backhaul_router.breakers import BreakerState, Where
 from backhaul_router.errors import Leg
-from backhaul_router.fleet import Engine
+from backhaul_router.fleet.breakers import BreakerState, Where
+from backhaul_router.fleet.fleet import Engine
 from backhaul_router.report import Reason, Route
 from breakable import Run, processes, run, runs, taking, until
 from by_hand import fresh

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from backhaul_connector.launch import Engine
-from backhaul_connector.supervise import descendants
+from backhaul_connector.launch.cluster import Engine
+from backhaul_connector.launch.supervise import descendants
 from real_engines import PYTHON, EngineSet, EngineSets, assert_none_is_left
 
 
 @contextmanager
 def up(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command as a process of its own; its output goes to `out` and `err` in `tmp_path`."""
-    command = [sys.executable, "-m", "backhaul_router.cli", "up", "--python", str(PYTHON), *arguments]
+    command = [sys.executable, "-m", "backhaul_cli", "up", "--python", str(PYTHON), *arguments]
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         with subprocess.Popen(command, stdout=out, stderr=err) as launcher:
             try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import backhaul
 from backhaul import Proof, Route
-from backhaul_connector.supervise import descendants
+from backhaul_connector.launch.supervise import descendants
 from by_hand import BLOCK
 from real_engines import PYTHON, EngineSets, wait_for_baseline
 
@@ -26,7 +26,7 @@ STORY = "The cache keeps the keys and values of every token that the engine has 
 def up(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Without prefix caching on P, so that what P finds cached it has read from D."""
     options = ["--python", str(PYTHON), "--dtype", "float32", "--no-prefix-caching-on-prefill"]
-    command = [sys.executable, "-m", "backhaul_router.cli", "up", *options]
+    command = [sys.executable, "-m", "backhaul_cli", "up", *options]
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         with subprocess.Popen(command, stdout=out, stderr=err) as launcher:
             try:

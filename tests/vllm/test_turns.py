@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from backhaul_router.drive.router import Request
 from backhaul_router.report import Proof, Reason, Route
-from backhaul_router.router import Request
 from real_engines import EngineSet
 from vllm_agents import COMPLETIONS, Agent, pulled_bytes, pulled_tokens, router_on
 

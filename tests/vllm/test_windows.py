@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from backhaul_connector import models
+from backhaul_connector.launch import models
 from by_hand import BLOCK, Turn, ask_d, ask_p, expected, fresh, lease_ops, release, turn
 from real_engines import PYTHON, EngineSet, EngineSets, wait_for_baseline
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from backhaul.bench import answers
-from backhaul.bench.answers import CHAT, COMPLETIONS
+from backhaul_bench import answers
+from backhaul_bench.answers import CHAT, COMPLETIONS
 from backhaul_router.config import RouterConfig
+from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import ReuseReport
-from backhaul_router.router import Request, Router
 from real_engines import EngineSet, direct, direct_stream, metrics, wait_for_baseline
 
 __all__ = ["CHAT", "COMPLETIONS", "Agent", "Answer", "pulled_bytes", "pulled_tokens", "router_on"]

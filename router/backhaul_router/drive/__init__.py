@@ -1,0 +1,1 @@
+"""Performs what turns need, over real engines: the embedded router."""

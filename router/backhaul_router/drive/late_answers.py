@@ -1,0 +1,46 @@
+"""The answer to a client that has left: nobody reads it, but the engine may have sent it, and keep blocks for whoever does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final, Protocol
+
+import msgspec
+
+from .. import wire
+from ..engines.client import EngineFailure, EngineStream
+from ..turn.effects import Actions
+
+log = logging.getLogger("backhaul")
+
+_HEAR_OUT_S: Final = 0.25
+"""For what an engine has said by the time that it is told. It closes the connection at once then; a proxy may not."""
+
+
+class Hears(Protocol):
+    """A state whose engine may answer with a handle."""
+
+    def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
+        """What frees the blocks that the engine keeps, by the rest of its answer (`whole`: up to its end). Raises
+        `wire.MalformedBody` or `msgspec.DecodeError`."""
+
+
+async def hear_out(state: Hears, stream: EngineStream) -> Actions:
+    """Ends an exchange that has been left. `state` knows of what was read of it."""
+    data: list[bytes] = []
+    whole = False
+    try:
+        async with asyncio.timeout(_HEAR_OUT_S):
+            async for chunk in stream:
+                data.append(chunk)  # noqa: PERF401 - they are needed when it ends early
+        whole = True
+    except (TimeoutError, EngineFailure) as end:
+        log.debug("an engine's answer to a client that has left was cut off: %r", end)
+    finally:
+        await stream.aclose()
+    try:
+        return state.overheard(stream.status, stream.headers.get("content-type", ""), b"".join(data), whole=whole)
+    except (wire.MalformedBody, msgspec.DecodeError) as error:
+        log.info("an engine's answer to a client that has left cannot be read: %s", error)
+        return ()

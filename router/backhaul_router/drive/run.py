@@ -1,0 +1,291 @@
+"""One turn being driven: its calls are made, its actions performed, and what its client gets handed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TYPE_CHECKING, assert_never
+
+from ..engines.client import EngineCall, EngineFailure, EngineStream, FailureKind, Kept
+from ..errors import Leg
+from ..fleet.breakers import Who
+from ..fleet.fleet import Engine
+from ..identity.scope import ConversationScope
+from ..ledger.memory import Taken
+from ..report import ReuseReport
+from ..turn.decoding import Collecting, Decoding, Relaying
+from ..turn.effects import (
+    Action,
+    Answered,
+    Call,
+    Check,
+    Checked,
+    Chunk,
+    Ended,
+    Event,
+    Failed,
+    Headers,
+    Need,
+    Open,
+    Opened,
+    Read,
+    Record,
+    Respond,
+    Send,
+    Take,
+    Took,
+)
+from ..turn.prefilling import Prefilling
+from ..turn.steps import Done, State
+from ..turn.turn import Turn
+from .spans import NO_SPANS, Spans
+
+if TYPE_CHECKING:
+    from .router import Reply, Router
+
+log = logging.getLogger("backhaul")
+
+_LAST_LOOK_S = 0.01
+
+
+class Run:
+    """One turn being driven; also the reply that its client reads."""
+
+    def __init__(
+        self,
+        router: Router,
+        turn: Turn,
+        scope: ConversationScope | None,
+        headers: Mapping[str, str],
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        self._spans = spans
+        self.status = 0
+        self.headers: Headers = ()
+        self._router = router
+        self._turn = turn
+        self._scope = scope
+        self._engine_headers = headers
+        self._state: State | Done
+        self._out: deque[bytes] = deque()
+        self._stream: EngineStream | None = None
+        self._chunks: AsyncIterator[bytes] | None = None
+        self._decoding: Engine | None = None
+        self._kept = Kept()
+        self._calls = 0
+        self._reading = False
+        self._closing = False
+
+    async def start(self) -> Reply:
+        """Drives the turn until its reply has a head."""
+        self._state, actions = self._turn.begin(self._router.clock())
+        try:
+            self._perform(actions)
+            while not self.status:
+                await self._advance()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                while self._out:
+                    yield self._out.popleft()
+                if isinstance(self._state, Done):
+                    return
+                await self._advance()
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Ends the turn wherever it is; the engines notice at once."""
+        if self._closing:
+            return  # twice at a time, as when an iterator is collected that was left behind
+        self._closing = True
+        try:
+            await self._look_once_more()
+        finally:  # a cancelled scope of anyio's cancels at every await
+            state = self._state
+            self._state = Done()
+            if not isinstance(state, Done):
+                self._perform(state.abandon(self._router.clock()))
+                self._leave(state)
+            await self._close_stream(drain=isinstance(state, Done))
+
+    async def _look_once_more(self) -> None:
+        """Reads what an engine has sent already. A client that leaves at the last token would leave its handle unread in
+        there, pinned until the TTL."""
+        until = self._router.clock() + _LAST_LOOK_S
+        while isinstance(self._state, Relaying) and self._chunks is not None and not self._reading:
+            if self._router.clock() > until:
+                return
+            try:
+                event = Chunk(await asyncio.wait_for(anext(self._chunks), _LAST_LOOK_S / 4))
+            except (TimeoutError, StopAsyncIteration, EngineFailure):
+                return
+            state, actions = self._state.next(event, self._router.clock())
+            if not isinstance(state, Done | Relaying):
+                return
+            self._state = state
+            self._perform(actions)
+
+    def _leave(self, state: State) -> None:
+        """What the engine has sent, or sends at this moment, may have a handle that nobody else reads."""
+        stream = self._kept.stream
+        if stream is None or self._reading or not isinstance(state, Prefilling | Decoding | Collecting | Relaying):
+            return
+        stream.leave()
+        self._stream = None
+        self._router.hear_out(state, stream)
+
+    async def _advance(self) -> None:
+        state = self._state
+        if isinstance(state, Done):
+            raise AssertionError("a turn ended without an answer")  # noqa: TRY004
+        event = await self._meet(state.need)
+        if self._state is not state:
+            return
+        self._state, actions = state.next(event, self._router.clock())
+        self._perform(actions)
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Respond(status, headers):
+                    self.status, self.headers = status, headers
+                case Send(data):
+                    self._out.append(data)
+                case Record(report):
+                    self._router.perform(action, self._scope)
+                    self._end_after(report)
+                    self._spans.end(report)
+                case _:
+                    self._router.perform(action, self._scope, self._turn.hints.pause_s)
+
+    def _end_after(self, report: ReuseReport) -> None:
+        """A last turn ends its conversation; one that failed may be tried again first."""
+        if report.error is None and self._decoding is not None:
+            self._note(self._decoding, Leg.DECODE, None)
+        answered = report.status == 200 and report.error in (None, "client_gone")
+        if self._turn.hints.last_turn and answered and report.conversation is not None:
+            self._router.forget(report.conversation, report.tenant)
+
+    async def _meet(self, need: Need) -> Event:
+        if self._router.retention.due:
+            self._router.give_up_retained()
+        match need:
+            case Take(key, chain, parent):
+                router = self._router
+                found = router.ledger.take(key, chain, router.clock(), router.usable, parent)
+                taken = found if isinstance(found, Taken) else await found
+                router.retention.took(taken)
+                return Took(taken)
+            case Check(prefill, decode, engine_id):
+                return Checked(await self._router.check(prefill, decode, engine_id))
+            case Call(leg, engine, path, body, timeout_s):
+                kept = self._keep() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
+                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, kept)
+                tokens = self._turn.computes if leg is Leg.PREFILL else 0
+                self._router.fleet.begin(engine, tokens)
+                try:
+                    answer = await self._router.client.call(call)
+                except EngineFailure as failure:
+                    self._spans.failed(failure)
+                    self._note(engine, leg, failure.kind)
+                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                finally:
+                    self._router.fleet.end(engine, tokens)
+                self._spans.answered(answer.status)
+                self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
+                return Answered(answer.status, answer.headers, answer.body)
+            case Open(engine, path, body, timeout_s):
+                await self._close_stream(drain=False)
+                headers = self._next_headers(Leg.DECODE, engine)
+                call = EngineCall(engine.url + path, body, headers, timeout_s, self._keep())
+                self._router.fleet.begin(engine)
+                self._decoding = engine
+                try:
+                    self._stream = await self._router.client.open(call)
+                except EngineFailure as failure:
+                    self._spans.failed(failure)
+                    self._note(engine, Leg.DECODE, failure.kind)
+                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                self._chunks = aiter(self._stream)
+                self._spans.answered(self._stream.status)
+                if self._stream.status >= 500:
+                    self._note(engine, Leg.DECODE, FailureKind.ERROR)
+                return Opened(self._stream.status, self._stream.headers)
+            case Read():
+                return await self._read()
+            case _:
+                assert_never(need)
+
+    async def _read(self) -> Event:
+        if self._chunks is None:
+            raise AssertionError("read before open")
+        self._reading = True
+        try:
+            return Chunk(await anext(self._chunks))
+        except StopAsyncIteration:
+            self._chunks = None
+            return Ended()
+        except EngineFailure as failure:
+            self._spans.failed(failure)
+            if self._decoding is not None:
+                self._note(self._decoding, Leg.DECODE, failure.kind)
+            return Failed(failure.kind, f"{self._decoding}: {failure.message}")
+        finally:
+            self._reading = False
+
+    def _keep(self) -> Kept:
+        self._kept = Kept()
+        return self._kept
+
+    def _note(self, engine: Engine, leg: Leg, failed: FailureKind | None) -> None:
+        """Tells the breakers how a call ended."""
+        router, turn = self._router, self._turn
+        if failed is None:
+            router.fleet.note_answer(engine, leg)
+            return
+        named = turn.identity is not None and not turn.identity.by_history
+        who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
+        router.fleet.note_failure(engine, leg, failed, who, router.clock())
+        if failed is FailureKind.BROKEN:
+            router.suspects.broke(turn.chain, engine.url, router.clock())
+        if router.fleet.breaker.any_open:
+            router.look_after_engines()
+
+    def _next_headers(self, leg: Leg, engine: Engine) -> dict[str, str]:
+        """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""
+        self._calls += 1
+        headers = dict(self._engine_headers)
+        headers["x-request-id"] += f"-{self._calls}"
+        self._spans.begin(leg, engine, headers)
+        return headers
+
+    async def _close_stream(self, *, drain: bool) -> None:
+        stream, self._stream = self._stream, None
+        engine, self._decoding = self._decoding, None
+        if engine is not None:
+            self._router.fleet.end(engine)
+        if stream is None:
+            return
+        try:
+            if drain and self._chunks is not None:
+                # Only the framing's end is left; with it read, the connection can serve the next turn.
+                await _read_to_end(self._chunks)
+        finally:
+            await stream.aclose()
+
+
+async def _read_to_end(chunks: AsyncIterator[bytes], wait_s: float = 0.05) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            async for _ in chunks:
+                pass
+    except (TimeoutError, EngineFailure):
+        log.debug("an engine kept its stream open after the end of its answer")

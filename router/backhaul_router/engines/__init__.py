@@ -1,0 +1,1 @@
+"""I/O to engines: their HTTP client, and what is asked of them besides turns."""

@@ -1,0 +1,54 @@
+"""Asking decode engines how much they keep: by their leases, or by how full their KV cache is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable
+
+from .. import ranks
+from ..fleet.fleet import Engine, Fleet
+from ..wire.connector_object import LeaseOperation
+from .client import EngineCall, EngineClient, EngineFailure
+from .leases import LeaseError, Leases
+
+log = logging.getLogger("backhaul")
+
+_TIMEOUT_S = 5.0
+_USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+
+
+async def look(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
+    """Tells `fleet.retention` what these keep, those that say it."""
+    engines = [engine for url in decodes if (engine := fleet.get(url)) is not None]
+    await asyncio.gather(*(_look_at(client, fleet, leases, engine) for engine in engines))
+
+
+async def _look_at(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
+    try:
+        kept = await (_usage(client, fleet, engine) if engine.connector is None else _leased(fleet, leases, engine))
+    except (EngineFailure, LeaseError) as error:
+        log.info("%s did not say how much it keeps: %s", engine, error)
+    else:
+        if kept is not None:
+            fleet.retention.note_kept(engine.url, kept)
+
+
+async def _leased(fleet: Fleet, leases: Leases, engine: Engine) -> int | None:
+    """Tokens in blocks that leases keep, each block counted once."""
+    answers = await asyncio.gather(*(leases.operate(holder, LeaseOperation()) for holder in fleet.holders(engine)))
+    if engine.block_size is None or any(answer.blocks is None for answer in answers):
+        return None
+    return sum(answer.blocks or 0 for answer in answers) * engine.block_size
+
+
+async def _usage(client: EngineClient, fleet: Fleet, engine: Engine) -> int | None:
+    """Tokens that are neither free nor prompts of this router's turns: an upper bound, with what those have answered so far,
+    and with all that runs for others."""
+    answer = await client.call(EngineCall(f"{engine.url}/metrics", timeout_s=_TIMEOUT_S))
+    shares = [float(share) for share in _USAGE.findall(ranks.page_of(answer.body.decode(errors="replace"), engine.url))]
+    if answer.status != 200 or engine.kv_tokens is None or not shares:
+        return None
+    used = sum(shares) / len(shares) * engine.kv_tokens
+    return max(0, round(used) - fleet.retention.running(engine.url))

@@ -1,0 +1,1 @@
+"""Which conversation a request belongs to, and for which tenant. No I/O."""

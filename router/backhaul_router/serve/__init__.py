@@ -1,0 +1,1 @@
+"""The router as a server: ASGI application, settings, tenants, admission, metrics."""

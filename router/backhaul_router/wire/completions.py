@@ -1,0 +1,40 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from .chat import Chat
+from .endpoint import History
+from .json_members import NULL, Members
+
+_PIECE: Final = 256
+
+
+class Completions(Chat):
+    """A prompt in, choices out."""
+
+    numbered = False
+
+    def history(self, members: Members) -> History:
+        prompt = bytes(members.get("prompt", NULL))
+        if prompt.startswith(b'"'):
+            return History((prompt,), _pieces((prompt,)))
+        try:
+            ids = msgspec.json.decode(prompt, type=list[int])
+        except msgspec.DecodeError:
+            return History(odd="prompt")
+        return History((prompt,), _pieces((prompt,)), tuple(ids)) if ids else History(odd="prompt")
+
+    def put_ids(self, members: Members, params: Members, ids: Raw) -> None:
+        members["prompt"] = ids
+
+
+def _pieces(prompts: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The one prompt without its closing quote or bracket, in whole pieces."""
+    whole = max(0, len(prompts[0]) - 1) // _PIECE * _PIECE if prompts else 0
+    return tuple(prompts[0][i : i + _PIECE] for i in range(0, whole, _PIECE))

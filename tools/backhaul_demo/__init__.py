@@ -1,0 +1,1 @@
+"""`backhaul demo`: an agent's turns with reuse off and on, on engines without a model."""
