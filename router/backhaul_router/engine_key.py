@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from .errors import ConfigError
 
+ENGINE_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
+"""Environment variable that holds it, where no setting does."""
+
 
 def check(key: object) -> None:
     """Raises `ConfigError`, which says what is wrong and never shows the key."""
@@ -15,7 +18,7 @@ def check(key: object) -> None:
         why = f"has {_kind(key[at - 1])} as character {at} of {len(key)}: a key is ASCII without spaces or line ends"
     else:
         return
-    raise ConfigError(f"api_key: what the engines are sent (engine_api_key=, BACKHAUL_ENGINE_API_KEY) {why}")
+    raise ConfigError(f"api_key: what the engines are sent (engine_api_key=, {ENGINE_KEY_VARIABLE}) {why}")
 
 
 def _kind(char: str) -> str:

@@ -16,12 +16,28 @@ class ConfigError(BackhaulError):
     """The configuration cannot work: the message names the field or engine, and what to change."""
 
 
+class LeaseError(BackhaulError):
+    """An engine did not do what it was asked with its leases; the message says which and why."""
+
+
 class Leg(enum.StrEnum):
     """A step of a turn that an engine performs."""
 
     RENDER = "render"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class FailureKind(enum.StrEnum):
+    """How a call failed, which decides whether it can be sent again."""
+
+    REFUSED = "refused"
+    """No connection was made, so the engine never saw the request: it can be sent again safely."""
+    TIMEOUT = "timeout"
+    BROKEN = "broken"
+    """The connection ended after the request was sent."""
+    ERROR = "error"
+    """The engine answered, with a server error. Never raised by a client: any status is an answer to it."""
 
 
 def error_body(message: str, *, type_: str, code: str, param: str | None = None) -> bytes:

@@ -12,7 +12,7 @@ import openai
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.embedded import make_async_transport, make_transport
 from backhaul_router.drive.router import Router
-from backhaul_router.drive.spans import tracing_of
+from backhaul_router.drive.tracer_provider import tracing_of
 
 from . import _totals
 from ._options import RouterSettings, router_config

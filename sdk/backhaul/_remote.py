@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 from backhaul_router.drive.pauses import Paused
-from backhaul_router.engines.leases import LeaseError
+from backhaul_router.errors import LeaseError
 from backhaul_router.identity import frameworks, hints
 from backhaul_router.identity.identify import FIELDS, HEADERS
 from backhaul_router.identity.scope import ConversationScope, current, parent_of

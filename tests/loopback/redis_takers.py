@@ -9,7 +9,7 @@ import sys
 from multiprocessing.synchronize import Barrier
 
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Key
+from backhaul_router.ledger.records import Key
 from backhaul_router.ledger.redis_ledger import RedisLedger
 from backhaul_router.report import Reason
 

@@ -15,7 +15,8 @@ from backhaul_loopback import LoopbackPair, loopback_pair
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Router
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.ledger.memory import Key, MemoryLedger
+from backhaul_router.ledger.memory import MemoryLedger
+from backhaul_router.ledger.records import Key
 from backhaul_router.report import ReuseReport, Route
 from backhaul_router.serve.asgi import App, make_app
 from backhaul_router.serve.metrics import OTHER_MODEL, PREFIX, RouterMetrics

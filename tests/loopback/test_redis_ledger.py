@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import redis_takers
 from backhaul_router.config import RouterConfig
-from backhaul_router.engines.leases import LeaseError
-from backhaul_router.errors import ConfigError
+from backhaul_router.errors import ConfigError, LeaseError
 from backhaul_router.ledger import digests, redis_link
-from backhaul_router.ledger.memory import Branch, Held, Key, Taken
 from backhaul_router.ledger.protocol import arrived, open_ledger
+from backhaul_router.ledger.records import Branch, Held, Key, Taken
 from backhaul_router.ledger.redis_ledger import RedisLedger
 from backhaul_router.ledger.redis_scripts import MOVE_EPOCH
 from backhaul_router.report import Reason

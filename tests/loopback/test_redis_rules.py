@@ -14,8 +14,8 @@ import test_histories
 import test_ledger
 import test_ledger_flush
 from backhaul_router.ledger import redis_ledger
-from backhaul_router.ledger.memory import Branch, Held, Key, Taken
 from backhaul_router.ledger.protocol import Later, arrived
+from backhaul_router.ledger.records import Branch, Held, Key, Taken
 from backhaul_router.ledger.redis_ledger import RedisLedger
 from backhaul_router.ledger.redis_records import Copy, Loaded, Name, name_in
 from backhaul_router.report import Reason

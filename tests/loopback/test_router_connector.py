@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from backhaul_loopback import LoopbackEngine
-from backhaul_router.engines.leases import EngineLeases, LeaseError
+from backhaul_router.engines.leases import EngineLeases
+from backhaul_router.errors import LeaseError
 from backhaul_router.fleet.fleet import Holder
 from backhaul_router.report import Proof, Reason, Route
 from router_turns import (

@@ -21,7 +21,7 @@ from backhaul_loopback import LoopbackPair, loopback_pair
 from backhaul_loopback.clock import CostModel
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive import tracing
-from backhaul_router.drive.spans import tracing_of
+from backhaul_router.drive.tracer_provider import tracing_of
 from backhaul_router.drive.tracing import TurnTracing
 from backhaul_router.errors import ConfigError
 from backhaul_router.report import Proof, Reason, Route
@@ -347,7 +347,7 @@ async def test_a_processor_that_fails_costs_the_client_nothing(caplog: pytest.Lo
 async def test_without_tracing_nothing_of_opentelemetry_is_imported() -> None:
     program = (
         "import sys, backhaul_router.serve.asgi, backhaul_cli.main, backhaul_router.serve.otlp, backhaul_router.drive.embedded\n"
-        "from backhaul_router.drive.spans import tracing_of\n"
+        "from backhaul_router.drive.tracer_provider import tracing_of\n"
         "assert tracing_of(None) is None and backhaul_router.serve.otlp.tracing_from(None) is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )

@@ -11,7 +11,7 @@ from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.fleet.fleet import Engine, Fleet, Role
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Branch, Held, Taken
+from backhaul_router.ledger.records import Branch, Held, Taken
 from backhaul_router.wire import Endpoint, Facts, Handle
 
 BLOCK = 16

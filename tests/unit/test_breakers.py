@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backhaul_router.engines.client import FailureKind
-from backhaul_router.errors import Leg
+from backhaul_router.errors import FailureKind, Leg
 from backhaul_router.fleet.breakers import SEVERAL, WINDOW_S, Breakers, BreakerState, Where, Who
 from backhaul_router.fleet.fleet import Fleet, Role
 from core_values import D1, D2, P1, P2, engine, fleet

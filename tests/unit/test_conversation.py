@@ -14,7 +14,7 @@ import pytest
 from backhaul import Reason, Route
 from backhaul_router.drive.embedded import make_async_transport, make_transport
 from backhaul_router.drive.pauses import Paused
-from backhaul_router.engines.leases import LeaseError
+from backhaul_router.errors import LeaseError
 from backhaul_router.identity import scope
 from fake_router import FakeRouter, report
 

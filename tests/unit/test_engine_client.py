@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from backhaul_router.engines import http_connection
-from backhaul_router.engines.client import EngineCall, EngineFailure, FailureKind, Kept
+from backhaul_router.engines.client import EngineCall, EngineFailure, Kept
 from backhaul_router.engines.http_client import HttpClient
+from backhaul_router.errors import FailureKind
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

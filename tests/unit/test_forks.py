@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Held, Key, MemoryLedger, Taken
+from backhaul_router.ledger.memory import MemoryLedger
+from backhaul_router.ledger.records import Held, Key, Taken
 from backhaul_router.report import Reason
 from core_values import branch, held, leased
 from hypothesis import settings

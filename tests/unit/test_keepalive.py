@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from backhaul._keepalive import KeepAlive
-from backhaul_router.engines.leases import LeaseError
+from backhaul_router.errors import LeaseError
 
 
 class Time:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from backhaul_router.engines.audit import compare
-from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure, FailureKind
-from backhaul_router.engines.leases import LeaseError, Leases, Renewal
+from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
+from backhaul_router.engines.leases import Leases, Renewal
+from backhaul_router.errors import FailureKind, LeaseError
 from backhaul_router.fleet.fleet import Fleet, Holder
 from backhaul_router.turn.effects import EndLease
 from backhaul_router.wire.connector_object import Account

@@ -8,7 +8,8 @@ import itertools
 import msgspec
 import pytest
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Branch, Held, Key, MemoryLedger, Taken
+from backhaul_router.ledger.memory import MemoryLedger
+from backhaul_router.ledger.records import Branch, Held, Key, Taken
 from backhaul_router.report import Reason
 from core_values import D1, D2, branch, held, leased
 from hypothesis import settings

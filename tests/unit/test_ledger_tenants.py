@@ -6,7 +6,8 @@ from collections import Counter
 
 from backhaul_router.identity.response_ids import KnownResponses
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Key, MemoryLedger, Taken
+from backhaul_router.ledger.memory import MemoryLedger
+from backhaul_router.ledger.records import Key, Taken
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.serve.report_log import ReportLog, ReportLogs
 from core_values import branch, held

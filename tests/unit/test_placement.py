@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from backhaul_router.fleet.fleet import Fleet, Role
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Held, Taken
+from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.turn.placement import NoEngine, Placement, Prompt, needs_ids, pick_engines, place, reusable_blocks
 from core_values import BLOCK, D1, D2, P1, P2, branch, config, engine, fleet, held, leased, taken

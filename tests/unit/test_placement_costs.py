@@ -9,7 +9,7 @@ import pytest
 from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.fleet.load import Gauges
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Taken
+from backhaul_router.ledger.records import Taken
 from backhaul_router.report import Basis, Proof, Reason, Route
 from backhaul_router.turn.placement import NoEngine, Placement, Prompt, place, why_moved
 from core_values import BLOCK, D1, D2, P1, P2, branch, config, engine, fleet, held, leased, taken

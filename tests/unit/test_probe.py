@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure, FailureKind
+from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
 from backhaul_router.engines.describe import Unreachable, describe
-from backhaul_router.errors import ConfigError
+from backhaul_router.errors import ConfigError, FailureKind
 from backhaul_router.fleet.fleet import Engine, Fleet, Holder, Role, check_fit
 from core_values import D1, D2, P1, P2, engine
 

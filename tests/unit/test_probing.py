@@ -6,8 +6,9 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineClient, FailureKind
+from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineClient
 from backhaul_router.engines.recovery import Prober
+from backhaul_router.errors import FailureKind
 from backhaul_router.fleet.breakers import Who
 from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.turn.effects import DropEngine, Release

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("redis")
 
-from backhaul_router.ledger.memory import Held
+from backhaul_router.ledger.records import Held
 from backhaul_router.ledger.redis_local import Filed
 from backhaul_router.ledger.redis_records import Name
 from core_values import leased

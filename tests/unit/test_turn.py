@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from backhaul_router.errors import Leg
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Branch, Held, Taken
+from backhaul_router.ledger.records import Branch, Held, Taken
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.turn.effects import (
     Answered,

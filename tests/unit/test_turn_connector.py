@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from backhaul_router.errors import Leg
 from backhaul_router.fleet.fleet import Fleet, Holder
-from backhaul_router.ledger.memory import Held, Taken
+from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.turn.effects import (
     Action,

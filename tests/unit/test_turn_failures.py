@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from backhaul_router.engines.client import FailureKind
-from backhaul_router.errors import Leg
-from backhaul_router.ledger.memory import Taken
+from backhaul_router.errors import FailureKind, Leg
+from backhaul_router.ledger.records import Taken
 from backhaul_router.report import Reason, Route
 from backhaul_router.turn.effects import (
     Answered,

@@ -13,7 +13,7 @@ from backhaul_connector.handles import Handle
 from backhaul_connector.lease_table import Grant, LeaseTable
 from backhaul_router import wire
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Held
+from backhaul_router.ledger.records import Held
 from backhaul_router.report import Reason, Route
 from backhaul_router.turn.placement import Placement, Prompt, place, reusable_blocks
 from core_values import branch, config, fleet, held, taken

@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from backhaul_router.engines.client import FailureKind
-from backhaul_router.errors import Leg
+from backhaul_router.errors import FailureKind, Leg
 from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.identity.identify import Identity
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Branch, Held, Taken
+from backhaul_router.ledger.records import Branch, Held, Taken
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.turn.effects import (
     Action,

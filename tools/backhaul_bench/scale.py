@@ -26,7 +26,8 @@ from backhaul_router.config import RouterConfig
 from backhaul_router.fleet.fleet import Engine, Fleet, Role
 from backhaul_router.identity.identify import Identity
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.memory import Branch, Held, Key, MemoryLedger
+from backhaul_router.ledger.memory import MemoryLedger
+from backhaul_router.ledger.records import Branch, Held, Key
 from backhaul_router.report import Reason, Route
 from backhaul_router.turn.effects import Answered, Call, Chunk, Ended, Open, Opened, Read, Record, Settle, Take, Took
 from backhaul_router.turn.placement import Placement, Prompt, place

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..engines.leases import LeaseError
+from ..errors import LeaseError
 from ..identity.hints import checked_pause, why_not_kept
 from ..ledger.protocol import arrived
 from ..report import Reason

@@ -17,12 +17,12 @@ from ..engines.audit import AuditLine, compare
 from ..engines.client import EngineClient, EngineStream
 from ..engines.describe import Unreachable, describe, process_began
 from ..engines.http_client import HttpClient
-from ..engines.leases import EngineLeases, LeaseError, Leases
+from ..engines.leases import EngineLeases, Leases
 from ..engines.load_polling import LoadPolling
 from ..engines.pair_checks import PairChecks
 from ..engines.recovery import Prober
 from ..engines.retention_polling import look
-from ..errors import ConfigError
+from ..errors import ConfigError, LeaseError
 from ..fleet import poison
 from ..fleet.fleet import Engine, Fleet, Holder, Role, check_fit
 from ..fleet.poison import Suspects
@@ -33,8 +33,8 @@ from ..identity.identify import HEADERS, Identity, IdentityError, identify, with
 from ..identity.response_ids import KnownResponses
 from ..identity.scope import ConversationScope, parent_of
 from ..ledger import digests
-from ..ledger.memory import Branch, Held, Key
 from ..ledger.protocol import Dropped, Ledger, arrived, open_ledger
+from ..ledger.records import Branch, Held, Key
 from ..report import Reason, ReuseReport
 from ..turn.effects import (
     Action,

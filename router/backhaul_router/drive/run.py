@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, assert_never
 
-from ..engines.client import EngineCall, EngineFailure, EngineStream, FailureKind, Kept
-from ..errors import Leg
+from ..engines.client import EngineCall, EngineFailure, EngineStream, Kept
+from ..errors import FailureKind, Leg
 from ..fleet.breakers import Who
 from ..fleet.fleet import Engine
 from ..identity.scope import ConversationScope
-from ..ledger.memory import Taken
+from ..ledger.records import Taken
 from ..report import ReuseReport
 from ..turn.decoding import Collecting, Decoding, Relaying
 from ..turn.effects import (

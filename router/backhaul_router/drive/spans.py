@@ -1,19 +1,16 @@
-"""Spans of turns, as a router tells them what happens. Nothing here imports OpenTelemetry: `tracing` does, once it is wanted."""
+"""Spans of turns, as a router tells them what happens. Nothing here imports OpenTelemetry: `tracing` does, once it is
+wanted (`tracer_provider`)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from ..engines.client import EngineFailure
-from ..errors import ConfigError, Leg
+from ..errors import Leg
 from ..fleet.fleet import Engine
 from ..report import ReuseReport
 from ..turn.turn import Turn
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
 
 
 class Spans(Protocol):
@@ -58,21 +55,3 @@ class _NoSpans:
 
 NO_SPANS: Final[Spans] = _NoSpans()
 """Of a turn that nobody traces."""
-
-
-def tracing_of(provider: TracerProvider | None) -> Tracing | None:
-    """For a router inside a program: over `provider`, or over the one that the program has set for all of its libraries. `None`
-    where there is neither. Raises `ConfigError` where `provider` is none."""
-    if provider is None:
-        trace = sys.modules.get("opentelemetry.trace")
-        if trace is None:  # whoever sets one has imported it
-            return None
-        found = trace.get_tracer_provider()
-        if isinstance(found, trace.ProxyTracerProvider):
-            return None
-        provider = found
-    if not callable(getattr(provider, "get_tracer", None)):
-        raise ConfigError(f"tracer_provider= takes an OpenTelemetry TracerProvider, not {provider!r}")
-    from .tracing import TurnTracing
-
-    return TurnTracing(provider)

@@ -10,8 +10,8 @@ import threading
 from collections import deque
 
 from ..fleet.retention import Retention
-from ..ledger.memory import Held
 from ..ledger.protocol import Ledger
+from ..ledger.records import Held
 from ..turn.effects import Settle
 
 

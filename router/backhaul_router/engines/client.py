@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 import msgspec
 
-
-class FailureKind(enum.StrEnum):
-    """How a call failed, which decides whether it can be sent again."""
-
-    REFUSED = "refused"
-    """No connection was made, so the engine never saw the request: it can be sent again safely."""
-    TIMEOUT = "timeout"
-    BROKEN = "broken"
-    """The connection ended after the request was sent."""
-    ERROR = "error"
-    """The engine answered, with a server error. Never raised by a client: any status is an answer to it."""
+from ..errors import FailureKind
 
 
 class EngineFailure(Exception):

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from ..engine_key import ENGINE_KEY_VARIABLE
 from ..errors import ConfigError
 from ..fleet.fleet import Engine, Role, check_fit
-from ..serve.settings import ENGINE_KEY_VARIABLE
 from .client import EngineClient
 from .describe import Unreachable, describe
 from .http_client import HttpClient

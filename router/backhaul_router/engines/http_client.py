@@ -19,7 +19,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from .. import engine_key, ranks, urls
-from .client import EngineAnswer, EngineCall, EngineFailure, FailureKind
+from ..errors import FailureKind
+from .client import EngineAnswer, EngineCall, EngineFailure
 from .http_connection import Connection, Connections, HttpStream, Target, reason_of
 from .tls import client_context
 

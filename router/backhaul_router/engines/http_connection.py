@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import httptools
 
-from .client import EngineFailure, FailureKind
+from ..errors import FailureKind
+from .client import EngineFailure
 
 KEEPALIVE_S: Final = 3.0
 """Idle connections are given up after this long. vLLM's server closes them after VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s by

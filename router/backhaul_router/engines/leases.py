@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from .. import wire
-from ..errors import BackhaulError
+from ..errors import LeaseError
 from ..fleet.fleet import Engine, Fleet, Holder, Role
-from ..ledger.memory import Held
+from ..ledger.records import Held
 from ..turn.effects import EndLease, Release
 from ..wire.connector_object import LeaseAnswer, LeaseOperation, LeaseRow, read_lease_answer
 from .client import EngineCall, EngineClient, EngineFailure
@@ -34,10 +34,6 @@ _RIDE_S = 0.1
 _RANK_HEADER = "x-data-parallel-rank"
 
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-
-
-class LeaseError(BackhaulError):
-    """An engine did not do what it was asked with its leases; the message says which and why."""
 
 
 @dataclass(frozen=True, kw_only=True)

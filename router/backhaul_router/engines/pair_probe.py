@@ -20,11 +20,12 @@ from typing import Any
 import msgspec
 
 from .. import wire
+from ..errors import FailureKind
 from ..fleet.fleet import Engine
 from ..fleet.restarts import is_fixed
 from ..wire import connector_object
 from ..wire.connector_object import Ask, LeaseOperation
-from .client import EngineCall, EngineClient, EngineFailure, FailureKind
+from .client import EngineCall, EngineClient, EngineFailure
 
 _RELEASE_TIMEOUT_S = 5.0
 _PATH = str(wire.Endpoint.COMPLETIONS)

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from .. import wire
-from ..errors import Leg
+from ..errors import FailureKind, Leg
 from ..fleet.breakers import Where
 from ..fleet.fleet import Engine, Fleet, Role
 from ..fleet.restarts import Asked
 from ..turn.effects import DropEngine, Release
-from .client import EngineCall, EngineClient, EngineFailure, FailureKind
+from .client import EngineCall, EngineClient, EngineFailure
 
 log = logging.getLogger("backhaul")
 

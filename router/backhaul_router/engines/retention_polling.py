@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable
 
 from .. import ranks
+from ..errors import LeaseError
 from ..fleet.fleet import Engine, Fleet
 from ..wire.connector_object import LeaseOperation
 from .client import EngineCall, EngineClient, EngineFailure
-from .leases import LeaseError, Leases
+from .leases import Leases
 
 log = logging.getLogger("backhaul")
 

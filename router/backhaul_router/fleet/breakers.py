@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..engines.client import FailureKind
-from ..errors import Leg
+from ..errors import FailureKind, Leg
 
 SEVERAL = 3
 """Conversations, and histories, that must have failed."""

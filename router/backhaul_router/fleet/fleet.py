@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..engines.client import FailureKind
-from ..errors import ConfigError, Leg
+from ..errors import ConfigError, FailureKind, Leg
 from ..report import ReuseReport, Route
 from ..wire import process_of
 from ..wire.connector_object import Account

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..ledger.deadlines import Due
-from ..ledger.memory import Branch, Held, Key, Taken
+from ..ledger.records import Branch, Held, Key, Taken
 
 DEFAULT_SHARE = 0.5
 """Of D's KV cache, where no budget is given."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .memory import Branch, Key
+from .records import Branch, Key
 
 
 class Conversation:

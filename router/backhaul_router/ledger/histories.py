@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from . import digests
-
-if TYPE_CHECKING:
-    from .memory import Key
+from .records import Key
 
 _Scope = tuple[str, str, str]
 """Tenant, model and cache salt: nothing is found across any of them."""

@@ -18,135 +18,22 @@ Methods neither block nor await, and hold a lock, so that several event loops ma
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import msgspec
 
 from ..report import Reason
-from ..wire import Handle, process_of
-from ..wire.exact_history import Kept
+from ..wire import process_of
 from . import digests
 from .conversations import Conversation, Conversations
 from .deadlines import Due
 from .histories import Histories
+from .records import INSTRUCTIONS, UNOPENED, Branch, Held, Key, Taken
 
-_UNOPENED = 0
-"""Generation of a conversation that a turn is the first to file."""
-_INSTRUCTIONS = 1
-"""Messages that agents of one kind have in common: a system prompt."""
 _OPENING = 2
 """Messages of a history's first turn: a system prompt and a question."""
-
-
-class Key(NamedTuple):
-    """What a conversation's state is filed under; nothing crosses any part of it."""
-
-    tenant: str
-    model: str
-    cache_salt: str
-    conversation: str
-
-
-class Held(msgspec.Struct, frozen=True, gc=False):
-    """A handle in the ledger, with what the router knows of it."""
-
-    handle: Handle
-    decode: str
-    """The decode engine that holds the blocks."""
-    deadline: float
-    """When the router stops using it: an own clock, below the engine's TTL."""
-    tokens: int
-    """Leading tokens of the branch's record whose KV the engine holds."""
-
-    @property
-    def leased(self) -> bool:
-        """The engine runs our connector, and knows its leases by name."""
-        return self.handle.lease is not None
-
-    @property
-    def shared(self) -> bool:
-        """Reading does not use it up."""
-        return self.handle.lease is not None and self.handle.lease.shared
-
-    @property
-    def name(self) -> tuple[str, str]:
-        """What tells it from all others."""
-        return self.decode, self.handle.request_id
-
-
-class Branch(msgspec.Struct, frozen=True, gc=False):
-    """One history of a conversation, as its last turn left it."""
-
-    chain: bytes
-    """Digests of the messages that the last turn was asked with, without its answer."""
-    blocks: bytes
-    """Digests of the tokens that D ran, prompt and answer, in whole blocks. Empty when the ids are not known."""
-    block_size: int
-    tokens: int
-    """Tokens that D holds or held in its cache: prompt and answer."""
-    message_bytes: int
-    """Bytes of those messages, to estimate tokens from."""
-    decode: str
-    prefill: str | None
-    held: Held | None
-    missing: Reason | None = None
-    """Why `held` is `None`."""
-    prompt_tokens: int = 0
-    """Those of `tokens` that were the prompt; 0 where they were not counted."""
-    by_history: bool = False
-    """Its conversation has no name of its own, and is found by what it says."""
-    exact: Kept | None = None
-    """Where histories are kept exact, and the turn ended as it must for that."""
-    number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(7)))
-    """Tells branches apart, those of other processes too."""
-
-
-class Taken(msgspec.Struct, frozen=True):
-    """What `take` found: the branch that shares the longest history, its handle if it can be used, else why not."""
-
-    generation: int = _UNOPENED
-    """Tells this conversation from a later one under the same key."""
-    turn: int = 1
-    """Counts the conversation's turns as they begin."""
-    branch: Branch | None = None
-    held: Held | None = None
-    reason: Reason | None = None
-    common: int = 0
-    """Leading messages that the request shares with the branch's record."""
-    drop: tuple[Held, ...] = ()
-    """To be released."""
-    forked_from: tuple[Key, int] | None = None
-    """Key and generation of the parent conversation that the branch belongs to, where the request is the first one of a
-    child that goes on from there. The parent keeps its branch."""
-    flushes: int = 0
-    """The ledger's count when the turn began: what it leaves after another flush may be KV of weights that are gone."""
-    key: Key | None = None
-    """The turn's, as the ledger keeps it: what keeps it beside the ledger keeps that one, not a copy of each turn."""
-
-    @property
-    def extends(self) -> bool:
-        """Whether the request continues or repeats the branch: its whole record is how the request begins. Else it is
-        an edit or another agent's, and nobody can tell which."""
-        if self.branch is None or self.forked_from is not None:
-            return False
-        return self.common >= digests.count(self.branch.chain)
-
-    @property
-    def supersedes(self) -> bool:
-        """Whether the branch is of no more use once the turn has left its own: it was continued, repeated, or edited behind
-        its first message. What shares no more than that, such as a system prompt, may be another agent's."""
-        return self.extends or (self.forked_from is None and self.common > _INSTRUCTIONS)
-
-    @property
-    def diverged_at(self) -> int | None:
-        """Index of the first message that differs from those on record."""
-        if self.branch is None or self.common >= digests.count(self.branch.chain):
-            return None
-        return self.common
 
 
 class MemoryLedger:
@@ -285,7 +172,7 @@ class MemoryLedger:
             done = taken.held if taken.held is not None and taken.held.shared else None
             conversation = self._conversations.get(key)
             evicted: tuple[Held, ...] = ()
-            if conversation is None and branch.by_history and taken.generation == _UNOPENED:
+            if conversation is None and branch.by_history and taken.generation == UNOPENED:
                 if (full := self._makes_room(key.tenant, more=1)) is not None:
                     oldest = self._histories.oldest(full) or self._histories.oldest(key.tenant)
                     if oldest is None:  # named ones do not make room for it
@@ -523,7 +410,7 @@ class MemoryLedger:
 def _is_anothers(common: int, branch: Branch) -> bool:
     """Whether a turn is rather another agent's than an edit of the branch: all that it shares with a history beyond its opening
     is its first message."""
-    return digests.count(branch.chain) > _OPENING and common <= _INSTRUCTIONS
+    return digests.count(branch.chain) > _OPENING and common <= INSTRUCTIONS
 
 
 def _is_fork(branch: Branch, common: int) -> bool:

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..config import RouterConfig
 from ..report import Reason
-from .memory import Branch, Held, Key, MemoryLedger, Taken
+from .memory import MemoryLedger
+from .records import Branch, Held, Key, Taken
 
 _T = TypeVar("_T")
 Later: TypeAlias = _T | Coroutine[Any, Any, _T]

@@ -25,7 +25,7 @@ import msgspec
 
 from ..report import Reason
 from . import digests
-from .memory import Branch, Held, Key, Taken
+from .records import Branch, Held, Key, Taken
 from .redis_link import LedgerUnavailable, RedisLink
 from .redis_local import Filed, Queues, Readers, TurnNumbers
 from .redis_records import Copy, Keys, Limits, Loaded, Name, handles_in, moved, name_in, with_body

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .. import urls
-from ..engines.leases import LeaseError
-from ..errors import ConfigError
+from ..errors import ConfigError, LeaseError
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

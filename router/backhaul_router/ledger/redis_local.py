@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 
 from .deadlines import Due
-from .memory import Held, Key
+from .records import Held, Key
 from .redis_link import LedgerUnavailable
 from .redis_records import Name
 

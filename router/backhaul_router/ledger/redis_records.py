@@ -22,7 +22,8 @@ from ..wire import Handle
 from ..wire.exact_history import Kept, Said
 from . import digests
 from .conversations import Conversation
-from .memory import Branch, Held, Key, MemoryLedger, Taken
+from .memory import MemoryLedger
+from .records import Branch, Held, Key, Taken
 
 log = logging.getLogger("backhaul")
 

@@ -24,8 +24,7 @@ import msgspec
 
 from ..config import engine_url
 from ..drive.router import Router
-from ..engines.leases import LeaseError
-from ..errors import ConfigError
+from ..errors import ConfigError, LeaseError
 from ..fleet.fleet import Engine, Role
 
 PATH = "/backhaul/admin"

@@ -36,8 +36,7 @@ from ..drive import logs
 from ..drive.router import Reply, Request, Router
 from ..drive.spans import Tracing
 from ..engines.client import EngineFailure
-from ..engines.leases import LeaseError
-from ..errors import ConfigError
+from ..errors import ConfigError, LeaseError
 from ..identity.hints import MAX_PAUSE_S, checked_pause
 from ..report import ReuseReport
 from ..wire import Endpoint, api_of

@@ -27,7 +27,7 @@ from ..errors import Leg
 from ..fleet.breakers import BreakerState
 from ..fleet.fleet import AUDITED, Fleet, Role
 from ..fleet.retention import Retention
-from ..ledger.memory import Held
+from ..ledger.records import Held
 from ..report import ReuseReport, Route
 
 PREFIX = "backhaul_router"

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .. import engine_key
-from .settings import ENGINE_KEY_VARIABLE, REDIS_URL_VARIABLE, SETTINGS, Setting, Settings, load
+from ..engine_key import ENGINE_KEY_VARIABLE
+from .settings import REDIS_URL_VARIABLE, SETTINGS, Setting, Settings, load
 
 _TITLES = {"server": "server", "engines": "engines", "limits": "limits", "router": "settings"}
 _HELP: Mapping[str, tuple[str, str]] = {

@@ -22,13 +22,13 @@ from typing import Any
 
 from ..config import RouterConfig
 from ..drive.logs import LogFormat
+from ..engine_key import ENGINE_KEY_VARIABLE
 from ..engines.tls import client_context, server_context
 from ..errors import ConfigError
 from .admission import Limits
 from .otlp import traces_url
 from .tenants import Tenants
 
-ENGINE_KEY_VARIABLE = "BACKHAUL_ENGINE_API_KEY"
 """What the engines want as a bearer token. Not an option: everybody on a machine can read command lines."""
 REDIS_URL_VARIABLE = "BACKHAUL_REDIS_URL"
 """Counts where neither the file nor an option has it."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import msgspec
 
 from .. import wire
-from ..engines.client import FailureKind
-from ..errors import Leg
+from ..errors import FailureKind, Leg
 from ..fleet.fleet import Holder
 from ..report import Reason
 from ..wire.connector_object import Ask

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..engines.client import FailureKind
-from ..errors import Leg
+from ..errors import FailureKind, Leg
 from ..fleet.fleet import Engine, Holder
-from ..ledger.memory import Branch, Key, Taken
+from ..ledger.records import Branch, Key, Taken
 from ..report import Reason, ReuseReport
 
 Headers = Sequence[tuple[str, str]]

@@ -11,7 +11,7 @@ from ..config import RouterConfig
 from ..fleet.fleet import Engine, Fleet, Role
 from ..fleet.load import MARGIN, MARGIN_MS
 from ..ledger import digests
-from ..ledger.memory import Branch, Taken
+from ..ledger.records import Branch, Taken
 from ..report import Basis, Proof, Reason, Route
 
 LOCAL_REACH = 16

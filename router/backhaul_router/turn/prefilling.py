@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from .. import wire
-from ..engines.client import FailureKind
-from ..errors import Leg
+from ..errors import FailureKind, Leg
 from ..fleet.fleet import Engine
 from ..report import Proof, Reason, Route
 from ..wire.connector_object import VOID, Account, keeps_waiting, reason_of

@@ -32,8 +32,7 @@ import msgspec
 
 from .. import wire
 from ..config import RouterConfig
-from ..engines.client import FailureKind
-from ..errors import Leg
+from ..errors import FailureKind, Leg
 from ..fleet import poison
 from ..fleet.fleet import Engine, Fleet, Holder, Role
 from ..fleet.restarts import Asked
@@ -41,7 +40,7 @@ from ..fleet.retention import Reserved
 from ..identity.hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from ..identity.identify import Identity
 from ..ledger import digests
-from ..ledger.memory import Branch, Held, Key, Taken
+from ..ledger.records import Branch, Held, Key, Taken
 from ..report import Proof, Reason, ReuseReport, Route
 from ..wire.connector_object import Account, Ask
 from ..wire.exact_history import Kept, Said, said, splice
