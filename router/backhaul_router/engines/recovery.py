@@ -29,9 +29,9 @@ _TIMEOUT_S = 10.0
 """An engine that needs longer for one token is not well; turns that have nowhere else to go find it all the same."""
 
 
-class Prober:
+class RecoveryProbes:
     """Probes the breakers of a fleet. May be used from several event loops: one of them probes a breaker at a time, and where
-    it ends, `look` begins anew in another."""
+    it ends, `start` begins anew in another."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Prober:
         self._running: dict[Where, asyncio.Task[None]] = {}
         self.closed = False
 
-    def look(self) -> None:
+    def start(self) -> None:
         """Begins to probe what is open and not probed yet."""
         if self.closed:
             return
