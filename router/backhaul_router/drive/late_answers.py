@@ -19,7 +19,7 @@ _LIMIT_S: Final = 0.25
 
 
 class TakesLateAnswer(Protocol):
-    """A state whose engine may answer with a handle."""
+    """State of a turn whose engine may answer with a handle."""
 
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         """What frees the blocks that the engine keeps, by the rest of its answer (`whole`: up to its end). Raises

@@ -23,7 +23,7 @@ _BUSY_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Draining:
-    """What an engine that drains still has to do."""
+    """Drain status: what an engine that drains still has to do."""
 
     url: str
     in_flight: int

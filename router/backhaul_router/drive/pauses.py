@@ -14,7 +14,7 @@ from .services import Services
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of announcing a pause."""
+    """Outcome of announcing a pause."""
 
     kept_s: float | None
     """Seconds for which everything that is held stays usable; `None` where nothing is held any more."""

@@ -13,7 +13,7 @@ from .handles import Handles
 
 
 class RestartFence:
-    """Fencing by when an engine's process began, which its `/metrics` say (`fleet.restarts` has the rules)."""
+    """Fence by when an engine's process began, which its `/metrics` say (`fleet.restarts` has the rules)."""
 
     def __init__(self, client: EngineClient, fleet: Fleet, handles: Handles) -> None:
         self._client = client

@@ -28,7 +28,7 @@ from ..turn.turn import Turn
 from ..wire import cache_salt
 from . import logs, pauses
 from .membership import Draining, Membership
-from .passthrough import POST, engine_headers, passed, passes
+from .passthrough import POST, engine_headers, is_passed_through, pass_through
 from .pauses import Paused
 from .request import Reply, Request, WholeReply, error_reply
 from .run import Run
@@ -153,7 +153,7 @@ class Router:
         services = self.services
         path = request.path.partition("?")[0]
         endpoint = _TURNS.get(path) if request.method == "POST" else None
-        if endpoint is None and not passes(request.method, path):
+        if endpoint is None and not is_passed_through(request.method, path):
             served = ", ".join((*_TURNS, *POST))
             return error_reply(
                 path, 404, f"{request.method} {path} is not served here; POST {served}", code="not_found"
@@ -169,7 +169,7 @@ class Router:
         headers = dict(named)
         if endpoint is None:
             await self.membership.connect()
-            return await passed(request, headers, services.fleet, services.client, services.config)
+            return await pass_through(request, headers, services.fleet, services.client, services.config)
         try:
             facts = wire.read_request(endpoint, request.body)
             if request.tenant:

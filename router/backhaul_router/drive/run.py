@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import assert_never
 
-from ..engines.client import EngineCall, EngineFailure, EngineStream, Kept
+from ..engines.client import EngineCall, EngineFailure, EngineStream, Detached
 from ..errors import FailureKind, Leg
 from ..fleet.breakers import Who
 from ..fleet.fleet import Engine
@@ -72,7 +72,7 @@ class Run:
         self._stream: EngineStream | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._decoding: Engine | None = None
-        self._kept = Kept()
+        self._detached = Detached()
         self._calls = 0
         self._reading = False
         self._closing = False
@@ -134,7 +134,7 @@ class Run:
 
     def _leave(self, state: State) -> None:
         """What the engine has sent, or sends at this moment, may have a handle that nobody else reads."""
-        stream = self._kept.stream
+        stream = self._detached.stream
         if stream is None or self._reading or not isinstance(state, Prefilling | Decoding | Collecting | Relaying):
             return
         stream.leave()
@@ -187,8 +187,8 @@ class Run:
             case Check(prefill, decode, engine_id):
                 return Checked(await self._services.check(prefill, decode, engine_id))
             case Call(leg, engine, path, body, timeout_s):
-                kept = self._keep() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
-                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, kept)
+                detached = self._detach() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
+                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, detached)
                 tokens = self._turn.computes if leg is Leg.PREFILL else 0
                 self._services.fleet.begin(engine, tokens)
                 try:
@@ -205,7 +205,7 @@ class Run:
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
                 headers = self._next_headers(Leg.DECODE, engine)
-                call = EngineCall(engine.url + path, body, headers, timeout_s, self._keep())
+                call = EngineCall(engine.url + path, body, headers, timeout_s, self._detach())
                 self._services.fleet.begin(engine)
                 self._decoding = engine
                 try:
@@ -241,9 +241,9 @@ class Run:
         finally:
             self._reading = False
 
-    def _keep(self) -> Kept:
-        self._kept = Kept()
-        return self._kept
+    def _detach(self) -> Detached:
+        self._detached = Detached()
+        return self._detached
 
     def _note(self, engine: Engine, leg: Leg, failed: FailureKind | None) -> None:
         """Tells the breakers how a call ended."""

@@ -90,7 +90,7 @@ class Services:
     async def settled(self) -> None:
         """Returns when the releases that this event loop has begun are done."""
         self.handles.settle_all()
-        self.leases.hurry()
+        self.leases.end_waiting()
         loop = asyncio.get_running_loop()
         while tasks := [task for task in tuple(self._tasks) if task.get_loop() is loop]:
             await asyncio.wait(tasks)

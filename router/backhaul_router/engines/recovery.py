@@ -1,4 +1,4 @@
-"""Asks engines that are shut out whether they generate again, with a real request, and closes their breakers when they do.
+"""Recovery probes of open circuit breakers: a real request asks whether an engine generates again, and closes its breaker.
 
 In the background, and only while a breaker is open. The first try is soon and the following ones at most `_LONGEST_S` apart, so
 that an engine is back in use about a second after it serves again.
@@ -30,8 +30,8 @@ _TIMEOUT_S = 10.0
 
 
 class RecoveryProbes:
-    """Probes the breakers of a fleet. May be used from several event loops: one of them probes a breaker at a time, and where
-    it ends, `start` begins anew in another."""
+    """Recovery probes of one fleet's breakers. May be used from several event loops: one of them probes a breaker at a
+    time, and where it ends, `start` begins anew in another."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Asking decode engines how much they keep: by their leases, or by how full their KV cache is."""
+"""Polling of how much decode engines keep: by their leases, or by how full their KV cache is."""
 
 from __future__ import annotations
 
