@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from backhaul_router.engines import http_connection
-from backhaul_router.engines.client import EngineCall, EngineFailure, Detached
+from backhaul_router.engines.client import Detached, EngineCall, EngineFailure
 from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.errors import FailureKind
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import assert_never
 
-from ..engines.client import EngineCall, EngineFailure, EngineStream, Detached
+from ..engines.client import Detached, EngineCall, EngineFailure, EngineStream
 from ..errors import FailureKind, Leg
 from ..fleet.breakers import Who
 from ..fleet.fleet import Engine
