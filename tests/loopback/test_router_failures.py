@@ -121,7 +121,7 @@ async def test_a_prefill_that_hangs_is_given_up() -> None:
 async def test_a_read_that_hangs_is_run_again_cold() -> None:
     async with run_cluster() as cluster:
         history = await first_turn(cluster)
-        cluster.router.config = dataclasses.replace(cluster.router.config, prefill_timeout_s=2.0)
+        cluster.router.reconfigure(dataclasses.replace(cluster.router.config, prefill_timeout_s=2.0))
         cluster.p.faults.stall, cluster.p.faults.times = True, 1
         assert (await third(cluster, history)).reason is Reason.READ_FAILED
 
