@@ -25,12 +25,12 @@ from ..engines.retention_polling import look
 from ..errors import ConfigError, LeaseError
 from ..fleet import poison
 from ..fleet.fleet import Engine, Fleet, Holder, Role, check_fit
-from ..fleet.poison import Suspects
+from ..fleet.poison import PoisonList
 from ..fleet.restarts import Verdict
 from ..fleet.retention import Cause, Retention
 from ..identity.hints import HintError, read_hints
 from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
-from ..identity.response_ids import KnownResponses
+from ..identity.response_ids import ResponseIds
 from ..identity.scope import ConversationScope, parent_of
 from ..ledger import digests
 from ..ledger.protocol import Dropped, Ledger, arrived, open_ledger
@@ -98,12 +98,12 @@ class Router:
             connect_timeout_s=config.connect_timeout_s, api_key=config.api_key, ca_file=config.engine_ca_file
         )
         self.clock = clock
-        self.responses = KnownResponses()
+        self.responses = ResponseIds()
         """Conversations by the ids of the responses that their turns were answered with."""
         self._ledger: Ledger = open_ledger(config, clock)
         self._retention = Retention(config.retained_tokens_budget, config.one_shot_s)
         self._filing = Filing(self._ledger, self._retention)
-        self.suspects = Suspects()
+        self.poison_list = PoisonList()
         self.on_report = on_report
         self._fleet: Fleet | None = None
         self._leases: Leases | None = None
@@ -307,7 +307,7 @@ class Router:
         if self.fleet.breaker.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
-        if (deaths := self.suspects.deaths(chain, now)) >= poison.MOST:
+        if (deaths := self.poison_list.deaths(chain, now)) >= poison.MOST:
             return self._withheld(path)
         if identity is None or identity.by_history:
             identity = await self._by_history(facts, chain, identity, request.tenant)

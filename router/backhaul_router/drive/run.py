@@ -255,7 +255,7 @@ class Run:
         who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
         router.fleet.note_failure(engine, leg, failed, who, router.clock())
         if failed is FailureKind.BROKEN:
-            router.suspects.broke(turn.chain, engine.url, router.clock())
+            router.poison_list.broke(turn.chain, engine.url, router.clock())
         if router.fleet.breaker.any_open:
             router.look_after_engines()
 

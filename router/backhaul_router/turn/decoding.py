@@ -12,7 +12,7 @@ from ..errors import FailureKind, Leg
 from ..fleet.fleet import Holder
 from ..report import Reason
 from ..wire.connector_object import Ask
-from ..wire.exact_history import Listening, said_in
+from ..wire.exact_history import AnswerAccumulator, content_of_answer
 from ..wire.stream import StreamFilter, stream_filter
 from .effects import (
     Answered,
@@ -85,7 +85,7 @@ class Decoding(msgspec.Struct, frozen=True):
                     turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
                     account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
-                    listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
+                    accumulator=AnswerAccumulator(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
@@ -183,7 +183,7 @@ class Collecting(msgspec.Struct, frozen=True):
             turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
-            turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
+            turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts, answer.members, note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"

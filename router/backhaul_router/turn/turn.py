@@ -15,7 +15,7 @@ Rules that can be seen here:
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
 - a request is sent again only when it was refused before it was read, when reading the handle may be what failed, when an
   engine answered with an error, or when a prefill took too long; after a broken connection once, since the request may be
-  what broke the engine (`suspects`);
+  what broke the engine (`poison`);
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
   or released.
@@ -43,7 +43,7 @@ from ..ledger import digests
 from ..ledger.records import Branch, Held, Key, Taken
 from ..report import Proof, Reason, ReuseReport, Route
 from ..wire.connector_object import Account, Ask
-from ..wire.exact_history import Kept, Said, said, splice
+from ..wire.exact_history import AnswerContent, TokenHistory, content_of, splice
 from .decoding import Decoding
 from .effects import (
     DropEngine,
@@ -129,7 +129,7 @@ class Turn:
     """Engines that may have died of this request, in earlier turns with it too."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
-    said: Said | None = None
+    said: AnswerContent | None = None
     """What the answer says, where histories are kept exact."""
     draft: dict[str, Any] = field(default_factory=dict)
     first_byte: float | None = None
@@ -231,7 +231,7 @@ class Turn:
         messages = self.facts.messages
         if common < digests.count(branch.chain) or len(messages) <= common:
             return False
-        sent = said(messages[common])
+        sent = content_of(messages[common])
         if sent is None or not sent.repeats(branch.exact.said):
             return False
         return token_ids[: len(branch.exact.ran)] != tuple(branch.exact.ran)
@@ -572,10 +572,10 @@ class Turn:
         )
         return (*actions, Settle(self.key, self.taken, branch))
 
-    def _exact(self, generated: tuple[int, ...] | None) -> Kept | None:
+    def _exact(self, generated: tuple[int, ...] | None) -> TokenHistory | None:
         if self.said is None or self.token_ids is None or not generated:
             return None
-        return Kept.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
+        return TokenHistory.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
 
     def _is_never_sure(self, held: Held) -> bool:
         if held.leased:
