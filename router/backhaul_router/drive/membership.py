@@ -10,7 +10,7 @@ from .. import ranks
 from ..config import engine_url
 from ..engines.describe import Unreachable, describe
 from ..errors import ConfigError
-from ..fleet.fleet import Engine, Role
+from ..fleet.engine import Engine, Role
 
 if TYPE_CHECKING:
     from .router import Router
@@ -60,7 +60,7 @@ async def drain_engine(router: Router, url: str) -> Draining:
     engine = await _known(router, url)
     router.fleet.drain(engine.url)
     held = sum(1 for one in router.ledger.handles() if one.decode == engine.url)
-    return Draining(url=engine.url, in_flight=router.fleet.busy(engine), handles=held)
+    return Draining(url=engine.url, in_flight=router.fleet.load.in_flight[engine.url], handles=held)
 
 
 async def remove_engine(router: Router, url: str, *, within_s: float = 30.0) -> None:
@@ -75,7 +75,7 @@ async def remove_engine(router: Router, url: str, *, within_s: float = 30.0) -> 
     fleet.close(engine.url)
     try:
         async with asyncio.timeout(within_s):
-            while fleet.busy(engine):
+            while fleet.load.in_flight[engine.url]:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
         pass  # what they leave cannot be named to an engine that is gone, and ends with its TTL

@@ -24,9 +24,10 @@ from ..engines.recovery import Prober
 from ..engines.retention_polling import look
 from ..errors import ConfigError, LeaseError
 from ..fleet import poison
-from ..fleet.fleet import Engine, Fleet, Holder, Role, check_fit
+from ..fleet.engine import Engine, Holder, Role, check_fit
+from ..fleet.fleet import Fleet
 from ..fleet.poison import PoisonList
-from ..fleet.restarts import Verdict
+from ..fleet.restarts import ProcessMatch
 from ..fleet.retention import Cause, Retention
 from ..identity.hints import HintError, read_hints
 from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
@@ -170,7 +171,7 @@ class Router:
                 )
         if self._fleet is None:
             self._fleet = Fleet(found, self._seed, self._retention)
-            self._fleet.processes.shared = self._ledger.shared
+            self._fleet.restarts.shared = self._ledger.shared
             self._polling = LoadPolling(self.client, self._fleet, self.config.load_interval_s)
             self._leases = Leases(self.client, self._fleet, self._spawn)
             self._pairs = PairChecks(self.client, self._fleet, self.config, self.clock, self._spawn)
@@ -251,7 +252,7 @@ class Router:
 
     async def release_engine(self, engine: Engine) -> None:
         """Drops and releases every handle of a decode engine."""
-        if (engine_id := self.fleet.engine_id(engine.url)) is not None:
+        if (engine_id := self.fleet.restarts.engine_id(engine.url)) is not None:
             await self._end_now(await arrived(self.ledger.drop_engine(engine.url, engine_id)))
 
     async def handle(self, request: Request) -> Reply:
@@ -304,7 +305,7 @@ class Router:
         now = self.clock()
         if now >= self._next_chores:
             self._do_chores(now)
-        if self.fleet.breaker.any_open:
+        if self.fleet.breakers.any_open:
             self.look_after_engines()
         chain = digests.chain(facts.parts)
         if (deaths := self.poison_list.deaths(chain, now)) >= poison.MOST:
@@ -393,7 +394,7 @@ class Router:
 
     def _no_longer_load(self, conversation: str, tenant: str) -> None:
         if self._fleet is not None:
-            self._fleet.end_conversation(conversation, tenant)
+            self._fleet.load.end_conversation(conversation, tenant)
 
     async def flush(self) -> None:
         """Drops every handle and releases it, as weight updates need: old KV still matches by its tokens. Decode engines that
@@ -446,7 +447,7 @@ class Router:
         for line in lines:
             if line.alarm:
                 log.warning("audit: %s", line)
-                self.fleet.count_alarm()
+                self.fleet.counters.add("audit_alarms")
         return lines
 
     async def settled(self) -> None:
@@ -475,7 +476,7 @@ class Router:
     async def check(self, prefill: Engine, decode: str, engine_id: str = "") -> bool:
         """Finds out what stands in doubt before P reads from D: whether it can and, with the `engine_id` of a handle, whether D
         is the process that made it. Returns whether D has said so, or is not in doubt."""
-        in_doubt = bool(engine_id) and self.fleet.processes.in_doubt(decode, engine_id)
+        in_doubt = bool(engine_id) and self.fleet.restarts.in_doubt(decode, engine_id)
         if in_doubt and not await self._says_which_process(decode, engine_id):
             return False
         if self.pairs.wanted(prefill.url, decode):
@@ -484,14 +485,14 @@ class Router:
 
     async def _says_which_process(self, decode: str, engine_id: str) -> bool:
         """Drops what is on file where D is seen to be another process. Returns `False` where that is not to be known."""
-        processes = self.fleet.processes
+        processes = self.fleet.restarts
         processes.warn_of_fixed(decode, engine_id)
-        asked = processes.asked(decode)
+        asked = processes.fence(decode)
         began = await process_began(self.client, decode)
-        verdict = processes.verdict(decode, began, engine_id)
-        if verdict is Verdict.SAME:
+        match = processes.match(decode, began, engine_id)
+        if match is ProcessMatch.SAME:
             processes.confirmed(decode, asked)
-        elif verdict is Verdict.ANOTHER and began is not None:
+        elif match is ProcessMatch.ANOTHER and began is not None:
             await self._void_process(decode, began, engine_id)
         else:
             processes.showed(decode, began)
@@ -501,22 +502,22 @@ class Router:
     async def note_began(self, engine: Engine) -> None:
         """An engine has been described again: what is on file there is void unless it is the process that made it."""
         began = engine.started_at
-        if engine.role is Role.DECODE and began is not None and began != self.fleet.processes.began(engine.url):
+        if engine.role is Role.DECODE and began is not None and began != self.fleet.restarts.began(engine.url):
             await self._void_process(engine.url, began)
 
     async def _void_process(self, decode: str, began: float, engine_id: str = "") -> None:
         """Drops what D's process before the one that `began` then has made. It is gone with that process; where nobody knew when
         that one began, it may be the same, and what it holds is released."""
         fleet = self.fleet
-        known = fleet.processes.is_known(decode)
-        fleet.processes.void(decode)  # until all is dropped, the doubt stays
-        for made_by in filter(None, {fleet.engine_id(decode), wire.process_of(engine_id)}):
+        known = fleet.restarts.is_known(decode)
+        fleet.restarts.void(decode)  # until all is dropped, the doubt stays
+        for made_by in filter(None, {fleet.restarts.engine_id(decode), wire.process_of(engine_id)}):
             dropped = await arrived(self.ledger.drop_engine(decode, made_by))
             if known:
                 self._forget_process(decode, dropped)
             else:
                 self._end(dropped, why=Cause.UNUSABLE)
-        fleet.replaced(decode, began)
+        fleet.restarts.replaced(decode, began)
 
     def look_after_engines(self) -> None:
         """Has engines probed that are shut out."""
@@ -638,7 +639,7 @@ class Router:
             case NoteResponse(response, conversation, tenant):
                 self.responses.note(response, conversation, tenant)
             case Record(report):
-                self.fleet.count(report)
+                self.fleet.counters.count(report)
                 for take in (scope.record if scope is not None else None, self.on_report):
                     self._hand_over(report, take)
             case Respond() | Send():
@@ -713,7 +714,9 @@ class Router:
 
     def usable(self, held: Held) -> Reason | None:
         """Why a handle on file cannot be used any more."""
-        return None if self.fleet.made_by_current(held.decode, held.handle.engine_id) else Reason.ENGINE_CHANGED
+        return (
+            None if self.fleet.restarts.made_by_current(held.decode, held.handle.engine_id) else Reason.ENGINE_CHANGED
+        )
 
 
 __all__ = ["Reply", "Request", "Router", "WholeReply"]

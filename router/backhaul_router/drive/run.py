@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, assert_never
 
 from ..engines.client import EngineCall, EngineFailure, EngineStream, Kept
 from ..errors import FailureKind, Leg
-from ..fleet.breakers import Who
-from ..fleet.fleet import Engine
+from ..fleet.breakers import FailedRequest
+from ..fleet.engine import Engine
 from ..identity.scope import ConversationScope
 from ..ledger.records import Taken
 from ..report import ReuseReport
@@ -190,7 +190,7 @@ class Run:
                 kept = self._keep() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
                 call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, kept)
                 tokens = self._turn.computes if leg is Leg.PREFILL else 0
-                self._router.fleet.begin(engine, tokens)
+                self._router.fleet.load.begin(engine.url, tokens)
                 try:
                     answer = await self._router.client.call(call)
                 except EngineFailure as failure:
@@ -198,7 +198,7 @@ class Run:
                     self._note(engine, leg, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
-                    self._router.fleet.end(engine, tokens)
+                    self._router.fleet.load.end(engine.url, tokens)
                 self._spans.answered(answer.status)
                 self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)
@@ -206,7 +206,7 @@ class Run:
                 await self._close_stream(drain=False)
                 headers = self._next_headers(Leg.DECODE, engine)
                 call = EngineCall(engine.url + path, body, headers, timeout_s, self._keep())
-                self._router.fleet.begin(engine)
+                self._router.fleet.load.begin(engine.url)
                 self._decoding = engine
                 try:
                     self._stream = await self._router.client.open(call)
@@ -252,11 +252,13 @@ class Run:
             router.fleet.note_answer(engine, leg)
             return
         named = turn.identity is not None and not turn.identity.by_history
-        who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
+        who = FailedRequest(
+            f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain
+        )
         router.fleet.note_failure(engine, leg, failed, who, router.clock())
         if failed is FailureKind.BROKEN:
             router.poison_list.broke(turn.chain, engine.url, router.clock())
-        if router.fleet.breaker.any_open:
+        if router.fleet.breakers.any_open:
             router.look_after_engines()
 
     def _next_headers(self, leg: Leg, engine: Engine) -> dict[str, str]:
@@ -271,7 +273,7 @@ class Run:
         stream, self._stream = self._stream, None
         engine, self._decoding = self._decoding, None
         if engine is not None:
-            self._router.fleet.end(engine)
+            self._router.fleet.load.end(engine.url)
         if stream is None:
             return
         try:

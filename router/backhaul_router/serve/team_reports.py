@@ -73,7 +73,7 @@ class TeamRecord:
 
     async def _do_forget(self, what: list[Any]) -> Said:
         whose, conversation = what
-        self._app.router.fleet.end_conversation(conversation, whose)
+        self._app.router.fleet.load.end_conversation(conversation, whose)
         return said(self._app.reports.of(whose).forget(conversation))
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Holder
+from ..fleet.engine import Holder
 from ..report import Reason
 from ..wire.connector_object import Ask
 from ..wire.exact_history import AnswerAccumulator, content_of_answer
@@ -265,7 +265,7 @@ class Relaying(msgspec.Struct, frozen=True):
             )
             return Done(), (*actions, *ended, last)
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
-            turn.fleet.count_unreachable_pin()
+            turn.fleet.counters.add("unreachable_pins")
         turn.said = stream.said
         turn.learn_first_byte(placement)
         settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
