@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from .. import wire
-from ..fleet.fleet import Engine, Role
+from ..fleet.engine import Engine, Role
 from ..report import Reason, ReuseReport, Route
 from ..wire.connector_object import VOID, Account, reason_of
 from .effects import Record
@@ -23,22 +23,20 @@ _MAX_MODEL: Final = 1024
 def note_placed(turn: Turn, placement: Placement, now: float) -> None:
     """The placement is final: it is part of the engines' load, and of the report."""
     fleet, draft, first = turn.fleet, turn.draft, first_engine(placement)
-    turn.computes, turn.alone, turn.decode_began = placement.computes, not fleet.busy(first), now
+    turn.computes, turn.alone, turn.decode_began = placement.computes, not fleet.load.in_flight[first.url], now
     name = (turn.tenant, turn.identity.conversation) if turn.identity else None
-    fleet.note_placed(name, placement.decode, placement.prefill, now)
+    fleet.load.placed(name, placement.decode.url, placement.prefill.url if placement.prefill else None, now)
     draft.estimates = None
     if placement.estimates:
-        usual = placement.instead_of
-        passed_over = None
-        if usual is not None:
-            passed_over = (placement.decode if usual is Route.LOCAL else placement.prefill or first, usual)
-        fleet.note_route(first, placement.route, passed_over)
+        fleet.costs.took(first.url, placement.route)
+        if (usual := placement.instead_of) is not None:
+            fleet.costs.passed_over((placement.decode if usual is Route.LOCAL else first).url, usual)
         draft.estimates = {str(route): round(ms, 1) for route, ms in placement.estimates.items()}
     draft.decided_by = placement.basis
     moved = why_moved(placement, turn.taken.branch, fleet, turn.failed_on)
     draft.moved = ",".join(moved.values()) or None
     for url in moved:
-        fleet.note_left(url)
+        fleet.load.left(url)
 
 
 def reserve(turn: Turn, placement: Placement, *, sent: bool = True) -> None:
@@ -68,11 +66,11 @@ def learn_prefill(turn: Turn, engine: Engine, elapsed_ms: float, *, warm: bool) 
     if draft.computed is None or draft.retries:
         return
     if not warm:
-        turn.fleet.learn_prefill(engine, elapsed_ms, draft.computed, alone=turn.alone)
+        turn.fleet.costs.learn_compute(engine.url, elapsed_ms, draft.computed, alone=turn.alone)
         return
     if read is None:  # a stock engine tells only the sum of what it read and what it had
         read = draft.cached or 0
-    turn.fleet.learn_read(engine, elapsed_ms, draft.computed, read, alone=turn.alone)
+    turn.fleet.costs.learn_read(engine.url, elapsed_ms, draft.computed, read, alone=turn.alone)
 
 
 def learn_first_byte(turn: Turn, placement: Placement) -> None:
@@ -81,7 +79,7 @@ def learn_first_byte(turn: Turn, placement: Placement) -> None:
     if turn.first_byte is None or turn.left_to_decode or turn.draft.retries or not computed:
         return
     ms = (turn.first_byte - turn.decode_began) * 1e3
-    turn.fleet.learn_first_byte(placement.decode, ms, computed, local=placement.prefill is None)
+    turn.fleet.costs.learn_first_byte(placement.decode.url, ms, computed, local=placement.prefill is None)
 
 
 # --- token counts --------------------------------------------------------------------------------------------------------
@@ -102,16 +100,16 @@ def count_account(turn: Turn, engine: Engine, account: Account | None, given: wi
         return
     fleet, draft, is_prefill = turn.fleet, turn.draft, engine.role is Role.PREFILL
     if is_prefill:
-        fleet.note_account(engine, account)
+        fleet.accounts.add(engine.url, account)
         draft.offered, draft.verified = account.offered or 0, account.verified
         draft.local, draft.pulled, draft.read_bytes = account.local, account.pulled, account.bytes
         draft.read_ms, draft.claim_ms = account.read_ms, account.claim_ms
     else:
         draft.decode_cached = account.local
         if account.why == "prompt_differs":
-            fleet.count_prompt_differed()
+            fleet.counters.add("prompts_differed")
         elif given is not None and account.received == 0 and (account.computed or 0) >= (engine.block_size or 1):
-            fleet.note_computed_twice(engine)
+            fleet.capabilities.note_computed_twice(engine)
     if account.prompt is not None and (is_prefill or not turn.accounted):
         draft.prompt, draft.cached = account.prompt, (account.local or 0) + (account.pulled or 0)
         draft.computed = draft.prompt - draft.cached
@@ -225,7 +223,7 @@ def _saved(turn: Turn, placement: Placement | None) -> tuple[float, str] | None:
     draft = turn.draft
     if placement is None or placement.route is Route.COLD or not draft.prompt or draft.computed is None:
         return None
-    rate = turn.fleet.prefill_rate(placement.prefill)
+    rate = turn.fleet.costs.prefill_rate(placement.prefill.url if placement.prefill else None)
     if rate is None or turn.first_byte is None:
         return None
     spent = draft.prefill_ms

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Engine, Holder
+from ..fleet.engine import Engine, Holder
 from ..ledger.records import Branch, Key, Taken
 from ..report import Reason, ReuseReport
 

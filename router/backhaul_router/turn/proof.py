@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from .. import wire
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..ledger import digests
-from ..wire.exact_history import said, splice
+from ..wire.exact_history import content_of, splice
 from .placement import Prompt
 from .turn import Turn
 
@@ -22,7 +22,7 @@ def rewrites_answer(turn: Turn, token_ids: tuple[int, ...]) -> bool:
     messages = turn.facts.messages
     if common < digests.count(branch.chain) or len(messages) <= common:
         return False
-    sent = said(messages[common])
+    sent = content_of(messages[common])
     if sent is None or not sent.repeats(branch.exact.said):
         return False
     return token_ids[: len(branch.exact.ran)] != tuple(branch.exact.ran)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import wire
 from ..errors import FailureKind
 from ..fleet import poison
-from ..fleet.fleet import Engine, Role
+from ..fleet.engine import Engine, Role
 from .turn import Turn
 
 

@@ -12,13 +12,13 @@ from typing import Final
 import msgspec
 
 from .. import wire
-from ..fleet.fleet import Engine, Holder, Role
+from ..fleet.engine import Engine, Holder, Role
 from ..identity.hints import longest_pause_s, why_not_kept
 from ..ledger import digests
 from ..ledger.records import Branch, Held
 from ..report import Reason, Route
 from ..wire.connector_object import Ask
-from ..wire.exact_history import Kept
+from ..wire.exact_history import TokenHistory
 from .effects import Actions, DropEngine, EndLease, GiveBack, Lost, NoteResponse, Release, Settle
 from .placement import Placement
 from .turn import Turn
@@ -71,7 +71,7 @@ def doubted(turn: Turn) -> Actions:
 
 def is_outlived(turn: Turn) -> bool:
     """Whether the process that made the handle taken has been replaced since."""
-    return turn.spare is not None and turn.restarts != turn.fleet.processes.restarts(turn.spare.decode)
+    return turn.spare is not None and turn.restarts != turn.fleet.restarts.count(turn.spare.decode)
 
 
 def _lets_go(turn: Turn) -> None:
@@ -107,7 +107,7 @@ def lease_order(turn: Turn, decode: Engine) -> Ask:
         retain=turn.reuses and _leaves_something(turn) and turn.shows_handle(decode),
         shared=turn.by_connector,
         retain_s=_retain_s(turn),
-        release=turn.fleet.to_release(Holder(decode.url), _RIDING),
+        release=turn.fleet.releases.take(Holder(decode.url), _RIDING),
     )
 
 
@@ -122,9 +122,9 @@ def settle(
     """Files what D left, or has it freed. `generated` and `ran` are the ids that D says it made and was given."""
     decode, fleet = placement.decode, turn.fleet
     actions: Actions = ()
-    outlived = handle is not None and fleet.is_outlived(decode.url, handle.engine_id, turn.asked)
+    outlived = handle is not None and fleet.restarts.is_outlived(decode.url, handle.engine_id, turn.asked)
     if handle is not None and not outlived:
-        before = fleet.saw_engine_id(decode, handle.engine_id, turn.asked)
+        before = fleet.restarts.saw_engine_id(decode.url, handle.engine_id, turn.asked)
         if before is not None:
             actions = (DropEngine(decode.url, before),)
     if is_outlived(turn):
@@ -182,7 +182,7 @@ def named(turn: Turn, answer: str | None) -> Actions:
 def _check_ids(turn: Turn, ran: tuple[int, ...] | None) -> None:
     """Ids that D did not run prove nothing of what it left."""
     if ran is not None and turn.token_ids is not None and ran is not turn.token_ids and ran != turn.token_ids:
-        turn.fleet.note_ids_ignored()
+        turn.fleet.capabilities.note_ids_ignored()
         turn.token_ids = None
     if ran is None and turn.facts.api.shows_ids:  # it was asked, and may have rendered the messages by itself
         turn.token_ids = None
@@ -202,7 +202,7 @@ def _held(
     if handle.digests:
         return Held(handle, decode.url, deadline, handle.tokens)
     if decode.connector is not None:
-        turn.fleet.note_no_digests(decode)
+        turn.fleet.capabilities.note_no_digests(decode)
     if turn.token_ids is None or handle.groups > 1 or handle.whole:
         return None
     # The KV of the last token is computed only when another follows, and under asynchronous scheduling an engine counts
@@ -233,9 +233,9 @@ def _kept(turn: Turn, placement: Placement) -> Held | None:
 def _is_never_sure(turn: Turn, held: Held) -> bool:
     if held.leased:
         return False
-    processes, engine_id = turn.fleet.processes, held.handle.engine_id
-    processes.warn_of_fixed(held.decode, engine_id)
-    return processes.is_never_sure(held.decode, engine_id)
+    restarts, engine_id = turn.fleet.restarts, held.handle.engine_id
+    restarts.warn_of_fixed(held.decode, engine_id)
+    return restarts.is_never_sure(held.decode, engine_id)
 
 
 def _is_unwanted(turn: Turn, held: Held, now: float) -> bool:
@@ -281,7 +281,7 @@ def _blocks(turn: Turn, generated: tuple[int, ...]) -> bytes:
     return digests.extended(turn.prompt.blocks, turn.token_ids, generated[:-1], turn.prompt.block_size)
 
 
-def _exact(turn: Turn, generated: tuple[int, ...] | None) -> Kept | None:
+def _exact(turn: Turn, generated: tuple[int, ...] | None) -> TokenHistory | None:
     if turn.said is None or turn.token_ids is None or not generated:
         return None
-    return Kept.of(turn.token_ids, generated, turn.said, wire.rendering(turn.facts))
+    return TokenHistory.of(turn.token_ids, generated, turn.said, wire.rendering(turn.facts))

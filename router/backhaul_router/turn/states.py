@@ -33,12 +33,12 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Engine, Holder, Role
+from ..fleet.engine import Engine, Holder, Role
 from ..ledger import digests
 from ..ledger.records import Held, Taken
 from ..report import Proof, Reason, Route
 from ..wire.connector_object import Ask, keeps_waiting
-from ..wire.exact_history import Listening, said_in
+from ..wire.exact_history import AnswerAccumulator, content_of_answer
 from ..wire.stream import StreamFilter, stream_filter
 from . import accounting, proof, retries, settlement
 from .effects import (
@@ -130,7 +130,7 @@ def _go_on(turn: Turn, taken: Taken, now: float) -> Step:
     """Renders the prompt where its ids are needed, or has it run."""
     turn.taken, turn.spare = taken, taken.held
     if taken.held is not None:
-        turn.restarts = turn.fleet.processes.restarts(taken.held.decode)
+        turn.restarts = turn.fleet.restarts.count(taken.held.decode)
     messages = turn.facts.messages
     turn.prompt = Prompt(max(sum(map(len, messages)) - len(messages) * _MESSAGE_KEYS_BYTES, len(messages)))
     if turn.facts.multiple:
@@ -153,7 +153,7 @@ def _render(turn: Turn, now: float) -> Step:
     engines = [engine for engine in asked if engine is not None and engine.block_size]
     engines.sort(key=fleet.renders_well, reverse=True)
     is_base = not facts.model or all(facts.model in engine.models for engine in engines)
-    if facts.unproven or fleet.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
+    if facts.unproven or fleet.capabilities.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
         engines = []
     if engines and facts.prompt_ids is not None:
         proof.rendered(turn, facts.prompt_ids, engines[0])
@@ -298,10 +298,10 @@ def route_turn(turn: Turn, now: float, picks: Picks | None = None) -> Step:
 def _check(turn: Turn, placement: Placement, prefill: Engine, spare: Held) -> Checking | None:
     """What stands in doubt before P reads from that D, once in a turn."""
     pair = (prefill.url, spare.decode)
-    unknown = turn.config.check_pairs and not turn.fleet.is_checked(*pair)
+    unknown = turn.config.check_pairs and not turn.fleet.pairs.is_checked(*pair)
     # One of ours fences its leases against an earlier process's by itself.
     engine_id = "" if placement.proof is Proof.CONNECTOR else spare.handle.engine_id
-    in_doubt = bool(engine_id) and turn.fleet.processes.in_doubt(spare.decode, engine_id)
+    in_doubt = bool(engine_id) and turn.fleet.restarts.in_doubt(spare.decode, engine_id)
     if pair in turn.checked or not (unknown or in_doubt):
         return None
     turn.checked |= {pair}
@@ -417,7 +417,7 @@ class Prefilling(msgspec.Struct, frozen=True):
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
         """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
         turn, draft = self.turn, self.turn.draft
-        turn.fleet.note_unverified(self.engine)
+        turn.fleet.capabilities.note_unverified(self.engine)
         draft.retries += 1
         draft.offered, draft.cached, draft.computed = 0, None, None
         state, actions = _leave_to_decode(turn, Reason.NO_PROOF, now)
@@ -425,12 +425,12 @@ class Prefilling(msgspec.Struct, frozen=True):
 
     def _unaccounted(self) -> None:
         if self.warm and self.engine.connector is not None:
-            self.turn.fleet.note_unaccounted(self.engine)
+            self.turn.fleet.accounts.note_missing(self.engine.url)
 
     def _ran_other_ids(self, handle: wire.Handle, now: float) -> Step:
         """The engine rendered the messages in spite of the ids: what was proven is not what ran. From now on nothing is."""
         turn = self.turn
-        turn.fleet.note_ids_ignored()
+        turn.fleet.capabilities.note_ids_ignored()
         turn.token_ids, turn.prompt, turn.no_proof = None, Prompt(turn.prompt.message_bytes), True
         if self.warm:
             turn.failure = Reason.NO_PROOF
@@ -478,7 +478,7 @@ class Prefilling(msgspec.Struct, frozen=True):
 def _decode(turn: Turn, placement: Placement, prefilled: wire.Handle | None) -> Decoding:
     """D is next. One that runs our connector takes along the leases that are due there."""
     decode = placement.decode
-    turn.asked = turn.fleet.processes.asked(decode.url)
+    turn.asked = turn.fleet.restarts.fence(decode.url)
     accounting.reserve(turn, placement)
     leases = None if decode.connector is None else settlement.lease_order(turn, decode)
     return Decoding(turn, placement, prefilled, leases=leases)
@@ -494,7 +494,7 @@ def _leave_to_decode(turn: Turn, reason: Reason, now: float) -> Step:
     if engine is None:
         return refuse(turn, None, 503, "no decode engine is left to try", Leg.DECODE, now, given_back)
     placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
-    turn.asked = turn.fleet.processes.asked(engine.url)
+    turn.asked = turn.fleet.restarts.fence(engine.url)
     accounting.reserve(turn, placement)
     return Decoding(turn, placement, None, as_it_is=True), given_back
 
@@ -539,7 +539,7 @@ class Decoding(msgspec.Struct, frozen=True):
                     turn.facts,
                     note=lambda usage: accounting.count_answer(turn, placement, usage),
                     account=lambda account: accounting.count_account(turn, placement.decode, account, self.prefilled),
-                    listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
+                    accumulator=AnswerAccumulator(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
@@ -636,7 +636,7 @@ class Collecting(msgspec.Struct, frozen=True):
             accounting.count_account(turn, placement.decode, answer.params.account, self.before.prefilled)
             ran = proof.ids_that_ran(turn, answer.ran)
             note = accounting.count_answer(turn, placement, answer.usage)
-            turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
+            turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts, answer.members, note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
@@ -715,7 +715,7 @@ class Relaying(msgspec.Struct, frozen=True):
         if stream.error is not None:
             return self._cut_off(now)
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
-            turn.fleet.count_unreachable_pin()
+            turn.fleet.counters.add("unreachable_pins")
         turn.said = stream.said
         accounting.learn_first_byte(turn, placement)
         settled = (*self._settled(now), *settlement.named(turn, stream.answer_id))

@@ -9,21 +9,22 @@ import msgspec
 
 from .. import wire
 from ..config import RouterConfig
-from ..fleet.fleet import Engine, Fleet, Role
-from ..fleet.restarts import Asked
+from ..fleet.engine import Engine, Role
+from ..fleet.fleet import Fleet
+from ..fleet.restarts import Fence
 from ..fleet.retention import Reserved
 from ..identity.hints import NO_HINTS, Hints
 from ..identity.identify import Identity
 from ..ledger import digests
 from ..ledger.records import Held, Key, Taken
 from ..report import Basis, Reason, Route
-from ..wire.exact_history import Said
+from ..wire.exact_history import AnswerContent
 from .placement import Prompt
 
 _ENDS_OTHERWISE: Final = frozenset({"continue_final_message", "add_generation_prompt"})
 """With these a prompt does not end where an answer begins."""
 _NOTHING_TAKEN: Final = Taken()
-_NOT_ASKED: Final = Asked()
+_NOT_ASKED: Final = Fence()
 _NO_IDS: Final = msgspec.Raw(b"null")
 _NO_PROMPT: Final = Prompt(0)
 
@@ -116,11 +117,11 @@ class Turn:
     """Room on the decode engine."""
 
     # what came of it
-    asked: Asked = _NOT_ASKED
+    asked: Fence = _NOT_ASKED
     """What was known of D when it was asked."""
     accounted: bool = False
     """The engine that prefilled has given an account, which goes before its `usage`."""
-    said: Said | None = None
+    said: AnswerContent | None = None
     """What the answer says, where histories are kept exact."""
     decode_began: float = 0.0
     first_byte: float | None = None
