@@ -708,18 +708,14 @@ class Relaying(msgspec.Struct, frozen=True):
             actions += (Send(passed),)
         if not stream.finished:
             return (self if self.started else msgspec.structs.replace(self, started=True)), actions
-        return Done(), (*actions, *self._finished(now), Send(stream.last))
-
-    def _finished(self, now: float) -> Actions:
-        turn, placement, stream = self.before.turn, self.before.placement, self.stream
         if stream.error is not None:
-            return self._cut_off(now)
+            return Done(), (*actions, *self._cut_off(now), Send(stream.last))
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
             turn.fleet.counters.add("unreachable_pins")
         turn.said = stream.said
         accounting.learn_first_byte(turn, placement)
         settled = (*self._settled(now), *settlement.named(turn, stream.answer_id))
-        return (*settled, accounting.record(turn, placement, now))
+        return Done(), (*actions, *settled, accounting.record(turn, placement, now), Send(stream.last))
 
     def _settled(self, now: float) -> Actions:
         turn, stream = self.before.turn, self.stream
