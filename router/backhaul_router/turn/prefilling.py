@@ -81,7 +81,7 @@ class Prefilling(msgspec.Struct, frozen=True):
         turn = self.turn
         sent = turn.sent() if self.warm else None
         try:
-            params, usage = wire.read_left(turn.facts.endpoint, body)
+            params, usage = wire.read_left(turn.facts.api, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
@@ -195,5 +195,5 @@ class Prefilling(msgspec.Struct, frozen=True):
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         if status != 200 or not whole:
             return ()
-        handle = wire.read_left(self.turn.facts.endpoint, data)[0].handle
+        handle = wire.read_left(self.turn.facts.api, data)[0].handle
         return (Release(handle.params, self.placement.decode),) if handle is not None else ()

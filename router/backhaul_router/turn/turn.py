@@ -221,7 +221,7 @@ class Turn:
         """Whether the next prompt may continue the very tokens of this turn (`exact_histories`)."""
         if not self.config.exact_histories or not self.reuses:
             return False
-        return self.facts.endpoint is wire.Endpoint.CHAT and not self.facts.members.keys() & _ENDS_OTHERWISE
+        return self.facts.api.exact_histories and not self.facts.members.keys() & _ENDS_OTHERWISE
 
     def rewrites_answer(self, token_ids: tuple[int, ...]) -> bool:
         """Whether the request goes on from the last answer, which has become other tokens on the way."""
