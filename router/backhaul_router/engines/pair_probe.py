@@ -21,7 +21,7 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..fleet.restarts import is_fixed
 from ..wire import connector_object
 from ..wire.connector_object import Ask, LeaseOperation

@@ -9,11 +9,11 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Holder
+from ..fleet.engine import Holder
 from ..report import Reason
 from ..wire.connector_object import Ask
-from ..wire.exact_history import Listening, said_in
-from ..wire.stream import StreamFilter, stream_filter
+from ..wire.exact_history import AnswerAccumulator, content_of_answer
+from ..wire.stream import StreamFilter
 from .effects import (
     Answered,
     Call,
@@ -81,11 +81,10 @@ class Decoding(msgspec.Struct, frozen=True):
         turn, placement = self.turn, self.placement
         match event:
             case Opened(200, headers) if headers.get("content-type", "").startswith(_STREAM):
-                stream = stream_filter(
-                    turn.facts,
+                stream = turn.facts.stream_filter(
                     note=lambda usage: turn.count_answer(placement, usage),
                     account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
-                    listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
+                    accumulator=AnswerAccumulator(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
@@ -134,10 +133,10 @@ class Decoding(msgspec.Struct, frozen=True):
         if status != 200:
             return ()
         if content_type.startswith(_STREAM):
-            return overheard_events(self, stream_filter(self.turn.facts, note=lambda _: None), data)
+            return overheard_events(self, self.turn.facts.stream_filter(note=lambda _: None), data)
         if not whole:
             return ()
-        answer = wire.read_answer(self.turn.facts.endpoint, data, ids=False)
+        answer = wire.read_answer(self.turn.facts.api, data, ids=False)
         return self.turn.release(answer.params.handle, self.placement.decode)
 
 
@@ -179,12 +178,12 @@ class Collecting(msgspec.Struct, frozen=True):
         turn, placement = self.before.turn, self.before.placement
         turn.first_byte = now
         try:
-            answer = wire.read_answer(turn.facts.endpoint, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
+            answer = wire.read_answer(turn.facts.api, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
             turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
-            turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
-            shown = wire.client_answer(turn.facts, answer.members, note)
+            turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
+            shown = wire.client_answer(turn.facts.api, answer.members, note, shows_ids=turn.facts.wants_token_ids)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
@@ -265,7 +264,7 @@ class Relaying(msgspec.Struct, frozen=True):
             )
             return Done(), (*actions, *ended, last)
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
-            turn.fleet.count_unreachable_pin()
+            turn.fleet.counters.add("unreachable_pins")
         turn.said = stream.said
         turn.learn_first_byte(placement)
         settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
