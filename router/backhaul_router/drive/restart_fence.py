@@ -28,12 +28,12 @@ class RestartFence:
         if not restarts.in_doubt(decode, engine_id):
             return True
         restarts.warn_of_fixed(decode, engine_id)
-        asked = restarts.fence(decode)
+        fence = restarts.fence(decode)
         began = await process_began(self._client, decode)
-        match = restarts.match(decode, began, engine_id)
-        if match is ProcessMatch.SAME:
-            restarts.confirmed(decode, asked)
-        elif match is ProcessMatch.ANOTHER and began is not None:
+        matched = restarts.match(decode, began, engine_id)
+        if matched is ProcessMatch.SAME:
+            restarts.confirmed(decode, fence)
+        elif matched is ProcessMatch.ANOTHER and began is not None:
             await self._void(decode, began, engine_id)
         else:
             restarts.showed(decode, began)
