@@ -30,7 +30,6 @@ from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
 from ..report import ReuseReport
 from ..turn.turn import Turn
-from ..wire import Endpoint
 from .spans import NO_SPANS, Spans
 
 log = logging.getLogger("backhaul")
@@ -39,7 +38,6 @@ Value = str | bool | int | float
 
 _HEADERS: Final = TraceContextTextMapPropagator()
 """W3C Trace Context alone: baggage is the client's, and does not go to the engines."""
-_OPERATIONS: Final = dict.fromkeys(Endpoint, "chat") | {Endpoint.COMPLETIONS: "text_completion"}
 _MAX_NAME: Final = 256
 """Characters of what clients make up."""
 _GEN_AI: Final = {
@@ -95,7 +93,7 @@ class TurnTracing:
 
     def _begin(self, turn: Turn, headers: Mapping[str, str]) -> Spans:
         facts = turn.facts
-        operation, model = _OPERATIONS[facts.endpoint], facts.model[:_MAX_NAME]
+        operation, model = facts.api.operation, facts.model[:_MAX_NAME]
         attributes: dict[str, Value] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "vllm",
@@ -139,7 +137,7 @@ class _Call:
         self.span.set_status(Status(StatusCode.ERROR, description))
 
 
-class _TurnSpans:
+class _TurnSpans(Spans):
     def __init__(self, tracer: trace.Tracer, turn: Turn, span: Span, *, shows_server: bool) -> None:
         """`shows_server`: on a server's own span `server.address` would be its own."""
         self._shows_server = shows_server

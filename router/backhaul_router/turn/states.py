@@ -39,7 +39,7 @@ from ..ledger.records import Held, Taken
 from ..report import Proof, Reason, Route
 from ..wire.connector_object import Ask, keeps_waiting
 from ..wire.exact_history import AnswerAccumulator, content_of_answer
-from ..wire.stream import StreamFilter, stream_filter
+from ..wire.stream import StreamFilter
 from . import accounting, proof, retries, settlement
 from .effects import (
     Actions,
@@ -389,7 +389,7 @@ class Prefilling(msgspec.Struct, frozen=True):
         turn = self.turn
         sent = settlement.spend(turn) if self.warm else None
         try:
-            params, usage = wire.read_left(turn.facts.endpoint, body)
+            params, usage = wire.read_left(turn.facts.api, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return refuse(turn, self.placement, 502, message, Leg.PREFILL, now)
@@ -468,7 +468,7 @@ class Prefilling(msgspec.Struct, frozen=True):
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         if status != 200 or not whole:
             return ()
-        handle = wire.read_left(self.turn.facts.endpoint, data)[0].handle
+        handle = wire.read_left(self.turn.facts.api, data)[0].handle
         return (Release(handle.params, self.placement.decode),) if handle is not None else ()
 
 
@@ -535,8 +535,7 @@ class Decoding(msgspec.Struct, frozen=True):
         turn, placement = self.turn, self.placement
         match event:
             case Opened(200, headers) if headers.get("content-type", "").startswith(_STREAM):
-                stream = stream_filter(
-                    turn.facts,
+                stream = turn.facts.stream_filter(
                     note=lambda usage: accounting.count_answer(turn, placement, usage),
                     account=lambda account: accounting.count_account(turn, placement.decode, account, self.prefilled),
                     accumulator=AnswerAccumulator(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
@@ -589,10 +588,10 @@ class Decoding(msgspec.Struct, frozen=True):
         if status != 200:
             return ()
         if content_type.startswith(_STREAM):
-            return self.overheard_events(stream_filter(self.turn.facts, note=lambda _: None), data)
+            return self.overheard_events(self.turn.facts.stream_filter(note=lambda _: None), data)
         if not whole:
             return ()
-        answer = wire.read_answer(self.turn.facts.endpoint, data, ids=False)
+        answer = wire.read_answer(self.turn.facts.api, data, ids=False)
         return settlement.release(self.turn, answer.params.handle, self.placement.decode)
 
     def overheard_events(self, stream: StreamFilter, data: bytes) -> Actions:
@@ -632,12 +631,12 @@ class Collecting(msgspec.Struct, frozen=True):
         turn, placement = self.before.turn, self.before.placement
         turn.first_byte = now
         try:
-            answer = wire.read_answer(turn.facts.endpoint, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
+            answer = wire.read_answer(turn.facts.api, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
             accounting.count_account(turn, placement.decode, answer.params.account, self.before.prefilled)
             ran = proof.ids_that_ran(turn, answer.ran)
             note = accounting.count_answer(turn, placement, answer.usage)
             turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
-            shown = wire.client_answer(turn.facts, answer.members, note)
+            shown = wire.client_answer(turn.facts.api, answer.members, note, shows_ids=turn.facts.wants_token_ids)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return refuse(turn, placement, 502, message, Leg.DECODE, now)

@@ -141,7 +141,7 @@ class Turn:
         """Whether the next prompt may continue the very tokens of this turn (`exact_histories`)."""
         if not self.config.exact_histories or not self.reuses:
             return False
-        return self.facts.endpoint is wire.Endpoint.CHAT and not self.facts.members.keys() & _ENDS_OTHERWISE
+        return self.facts.api.exact_histories and not self.facts.members.keys() & _ENDS_OTHERWISE
 
     @property
     def ids_to_send(self) -> msgspec.Raw | None:
