@@ -392,7 +392,7 @@ def _left(answer: bytes) -> wire.Handle:
     if answer.startswith(b"{"):
         handle, _ = wire.read_handle(_params_of(answer).kv_transfer_params)
     else:
-        events = StreamFilter(wants_usage=True, note=lambda _: None)
+        events = StreamFilter(wants_usage=True, count=lambda _: None)
         events.feed(answer)
         handle = events.handle
     if handle is None:

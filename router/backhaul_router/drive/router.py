@@ -28,7 +28,7 @@ from ..fleet.fleet import Engine, Fleet, Holder, Role, check_fit
 from ..fleet.poison import Suspects
 from ..fleet.restarts import Verdict
 from ..fleet.retention import Cause, Retention
-from ..identity.hints import HintError, read_hints
+from ..identity.hints import REPORT_HEADER, HintError, read_hints
 from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
 from ..identity.response_ids import KnownResponses
 from ..identity.scope import ConversationScope, parent_of
@@ -314,6 +314,7 @@ class Router:
         turn = Turn(facts, identity, self.config, self.fleet, now, request.route, hints, request.tenant, chain)
         spans = NO_SPANS if self.tracing is None else self.tracing.begin(turn, headers)
         turn.deaths = deaths
+        turn.view, turn.comments = request.view, REPORT_HEADER in headers
         turn.flushes = self.ledger.flushes
         logs.note(turn)
         forwarded = engine_headers(headers, identity.conversation if identity else None)

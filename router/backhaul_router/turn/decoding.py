@@ -83,7 +83,7 @@ class Decoding(msgspec.Struct, frozen=True):
             case Opened(200, headers) if headers.get("content-type", "").startswith(_STREAM):
                 stream = stream_filter(
                     turn.facts,
-                    note=lambda usage: turn.count_answer(placement, usage),
+                    count=lambda usage: turn.count_answer(placement, usage),
                     account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
                     listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
@@ -134,7 +134,7 @@ class Decoding(msgspec.Struct, frozen=True):
         if status != 200:
             return ()
         if content_type.startswith(_STREAM):
-            return overheard_events(self, stream_filter(self.turn.facts, note=lambda _: None), data)
+            return overheard_events(self, stream_filter(self.turn.facts, count=lambda _: None), data)
         if not whole:
             return ()
         answer = wire.read_answer(self.turn.facts.endpoint, data, ids=False)
@@ -182,16 +182,17 @@ class Collecting(msgspec.Struct, frozen=True):
             answer = wire.read_answer(turn.facts.endpoint, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
             turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
             ran = turn.ran(answer.ran)
-            note = turn.count_answer(placement, answer.usage)
+            turn.count_answer(placement, answer.usage)
             turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
-            shown = wire.client_answer(turn.facts, answer.members, note)
+            shown = wire.client_answer(turn.facts, answer.members)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
         settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now)
         settled += turn.named(answer.id)
         head = Respond(200, turn.headers(placement, self.headers))
-        return Done(), (*settled, turn.report(placement, now), head, Send(shown))
+        record = turn.report(placement, now)
+        return Done(), (*settled, record, head, Send(wire.join(wire.noted(shown, turn.note(record.report)))))
 
     def _error(self, body: bytes, now: float) -> Step:
         before = self.before
@@ -256,21 +257,22 @@ class Relaying(msgspec.Struct, frozen=True):
             actions += (Send(passed),)
         if not stream.finished:
             return (self if self.started else msgspec.structs.replace(self, started=True)), actions
-        last = Send(stream.last)
         if stream.error is not None:
             ended = (
                 *turn.release(stream.handle, placement.decode),
                 *turn.unfinished(),
                 turn.report(placement, now, error="decode_failed"),
             )
-            return Done(), (*actions, *ended, last)
+            return Done(), (*actions, *ended, Send(stream.ended()))
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
             turn.fleet.count_unreachable_pin()
         turn.said = stream.said
         turn.learn_first_byte(placement)
         settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)
         settled += turn.named(stream.answer_id)
-        return Done(), (*actions, *settled, turn.report(placement, now), last)
+        record = turn.report(placement, now)
+        last = stream.ended(turn.note(record.report), comment=turn.comments)
+        return Done(), (*actions, *settled, record, Send(last))
 
     def _broke(self, kind: FailureKind, message: str, now: float) -> Step:
         if not self.started:

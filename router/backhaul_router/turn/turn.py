@@ -41,7 +41,7 @@ from ..identity.hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from ..identity.identify import Identity
 from ..ledger import digests
 from ..ledger.records import Branch, Held, Key, Taken
-from ..report import Proof, Reason, ReuseReport, Route
+from ..report import Proof, Reason, ReuseReport, Route, View
 from ..wire.connector_object import Account, Ask
 from ..wire.exact_history import Kept, Said, said, splice
 from .decoding import Decoding
@@ -140,6 +140,10 @@ class Turn:
     alone: bool = True
     """Nothing of this router's ran there when it was asked."""
     decode_began: float = 0.0
+    view: View = View.WHOLE
+    """What its client may see of the report."""
+    comments: bool = False
+    """The client wants the report in a comment of the stream."""
 
     def __post_init__(self) -> None:
         self.chain = self.chain or digests.chain(self.facts.parts)
@@ -688,25 +692,17 @@ class Turn:
             self.draft |= {"prompt": account.prompt, "cached": cached, "computed": account.prompt - cached}
             self.accounted = True
 
-    def count_answer(self, placement: Placement, usage: wire.Usage | None) -> Mapping[str, object] | None:
-        """D's token counts. Returns what the answer's `usage` says of the turn: to clients that named a conversation, and
-        nothing of the engines."""
+    def count_answer(self, placement: Placement, usage: wire.Usage | None) -> None:
+        """D's token counts."""
         if usage is not None:
             self.draft["generated"] = usage.completion_tokens
             self.fleet.retention.note_answer(usage.completion_tokens or 0)
             if placement.prefill is None:
                 self.count_prefill(usage)
-        if self.identity is None or self.identity.by_history:
-            return None
-        return {
-            "conversation": self.identity.conversation,
-            "turn": self.draft["turn"],
-            "route": placement.route,
-            "reason": placement.reason,
-            "offered": self.draft.get("offered", 0),
-            "cached": self.draft.get("cached"),
-            "computed": self.draft.get("computed"),
-        }
+
+    def note(self, report: ReuseReport) -> bytes | None:
+        """What the answer itself says of the turn, as JSON: to clients that named a conversation."""
+        return None if self.identity is None or self.identity.by_history else self.view.of(report)
 
     def report(self, placement: Placement | None, now: float, *, status: int = 200, error: str | None = None) -> Record:
         """The report, complete. The turn needs nothing any more."""

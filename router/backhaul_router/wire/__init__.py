@@ -21,6 +21,7 @@ from .request import (
     join,
     no_handle,
     no_handle_in,
+    noted,
     passed_body,
     prefill_body,
     process_of,
@@ -40,7 +41,6 @@ from .request import (
     stop_tokens,
     tokenize_body,
     whole_handle,
-    with_note,
     without_handles,
 )
 
@@ -64,6 +64,7 @@ __all__ = [
     "join",
     "no_handle",
     "no_handle_in",
+    "noted",
     "passed_body",
     "prefill_body",
     "process_of",
@@ -83,6 +84,5 @@ __all__ = [
     "stop_tokens",
     "tokenize_body",
     "whole_handle",
-    "with_note",
     "without_handles",
 ]

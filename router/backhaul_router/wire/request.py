@@ -66,6 +66,7 @@ __all__ = [
     "encode_ids",
     "error_message",
     "join",
+    "noted",
     "passed_body",
     "prefill_body",
     "process_of",
@@ -83,7 +84,6 @@ __all__ = [
     "split",
     "tokenize_body",
     "whole_handle",
-    "with_note",
     "without_handles",
 ]
 
@@ -593,26 +593,31 @@ def read_answer(endpoint: Endpoint, body: bytes | Members, *, ids: bool = True) 
     return Answer(members, params, usage_of(endpoint.api, members.get("usage")), generated, ran)
 
 
-def client_answer(facts: Facts, members: Members, note: Mapping[str, object] | None) -> bytes:
-    """A whole answer as the client may see it: no transfer parameters, no ids that it did not ask for, our note in `usage`."""
+def client_answer(facts: Facts, members: Members) -> Members:
+    """A whole answer as the client may see it: no transfer parameters, no ids that it did not ask for."""
     out = {key: value for key, value in members.items() if key not in FORBIDDEN}
     if not facts.wants_token_ids:
         facts.api.hide_ids(out)
-    if note is not None and "usage" in out:
-        out["usage"] = Raw(with_note(out["usage"], note))
-    return join(out)
+    return out
+
+
+def noted(members: Members, note: bytes | None) -> Members:
+    """An answer, or an event, with our note (JSON) in its `usage`, where it has one."""
+    if note is None or "usage" not in members:
+        return members
+    return {**members, "usage": Raw(_with_note(members["usage"], note))}
 
 
 _NAMES_US: Final = f'"{EXTENSION}"'.encode()
 
 
-def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
+def _with_note(usage: Raw | bytes, note: bytes) -> bytes:
     """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
     if bytes(usage) == b"null":
         return bytes(usage)
     if b'"' not in bytes(usage) or _NAMES_US in bytes(usage):
-        return encode({**decode_members(usage), EXTENSION: note})
-    return put_last(bytes(usage), EXTENSION, encode(note))
+        return encode({**decode_members(usage), EXTENSION: Raw(note)})
+    return put_last(bytes(usage), EXTENSION, note)
 
 
 def disowns_model(body: bytes) -> bool:

@@ -1,9 +1,9 @@
-"""What is watched for while a stream's events pass: the handle and the ids (taken out), `usage` (the truth put in), the end."""
+"""What is watched for while a stream's events pass: the handle and the ids (taken out), `usage` (the report put in), the end."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 import msgspec
@@ -17,11 +17,13 @@ from .exact_history import Listening, Said
 from .json_members import NULL, Members
 from .sse import EventSplitter, data_of
 
-Note = Callable[[wire.Usage | None], Mapping[str, object] | None]
-"""Asked, when the usage comes, for what to put into it (`None`: nothing); it is told the usage."""
+Count = Callable[[wire.Usage | None], None]
+"""Told the usage when it comes."""
 Told = Callable[[Account | None], None]
-"""Told what an engine that runs our connector says it did, before `Note`."""
+"""Told what an engine that runs our connector says it did, before `Count`."""
 
+COMMENT: Final = b": backhaul "
+"""Begins the comment that has the report, to clients that ask for it."""
 _DONE: Final = b"data: [DONE]"
 _QUOTES_HANDLE: Final = "the engine failed (its message is not shown: it quotes a handle)"
 _FORBIDDEN: Final = re.compile("|".join(f'"{key}"' for key in sorted(wire.FORBIDDEN)).encode())
@@ -29,15 +31,35 @@ _WATCHED: Final = re.compile("|".join(f'"{key}"' for key in ("usage", "error", *
 _NAME: Final = re.compile(rb"event: *([\w.]+)")
 
 
+class _UsageEvent(msgspec.Struct, frozen=True):
+    """An event with usage, in its members or in those of a whole answer that is its `response`."""
+
+    head: bytes
+    members: Members
+    event: bytes = b""
+    """As it came, where it may pass so."""
+    answer: Members | None = None
+
+    def shown(self, note: bytes | None) -> bytes:
+        if note is None and self.event:
+            return self.event
+        if self.answer is None:
+            members = wire.noted(self.members, note)
+        else:
+            members = {**self.members, "response": Raw(wire.join(wire.noted(self.answer, note)))}
+        return self.head + wire.join(members) + b"\n\n"
+
+
 class StreamFilter:
-    """Passes events on as they are, but for the last few."""
+    """Passes events on as they are, but for the last few. The event that ends the stream is held back, and the last usage with
+    it (`ended`), so that whoever sees them can count on the turn being settled."""
 
     def __init__(
-        self, *, wants_usage: bool, note: Note, account: Told | None = None, listening: Listening | None = None
+        self, *, wants_usage: bool, count: Count, account: Told | None = None, listening: Listening | None = None
     ) -> None:
         self._listening = listening
         self._wants_usage = wants_usage
-        self._note = note
+        self._count = count
         self._account = account
         self._splitter = EventSplitter()
         self.handle: wire.Handle | None = None
@@ -49,9 +71,9 @@ class StreamFilter:
         self.error: bytes | None = None
         """The engine's error event, where it sent one."""
         self.finished = False
-        self.last = b"data: [DONE]\n\n"
-        """The event that ends the stream. It is held back, so that whoever sees it can count on the turn being settled."""
         self.events = 0
+        self._last = b"data: [DONE]\n\n"
+        self._usage: _UsageEvent | None = None
 
     def feed(self, data: bytes) -> bytes:
         """The events that `data` completes, as the client gets them. Raises `msgspec.DecodeError` or `MalformedBody` where an
@@ -62,6 +84,7 @@ class StreamFilter:
             if event.startswith(_DONE):
                 self.finished = True
                 continue
+            out.append(self._passed_usage())
             if self._listening is not None and (heard := data_of(event)) is not None:
                 self._listening.hear(heard)
             if _WATCHED.search(event):
@@ -69,6 +92,17 @@ class StreamFilter:
             else:
                 out.append(event)
         return b"".join(out)
+
+    def ended(self, note: bytes | None = None, *, comment: bool = False) -> bytes:
+        """The events that were held back, with `note` in the usage where the client gets it. Before them it is told as a
+        `comment`, where that is asked for."""
+        told = COMMENT + note + b"\n\n" if comment and note is not None else b""
+        return told + self._passed_usage(note) + self._last
+
+    def _passed_usage(self, note: bytes | None = None) -> bytes:
+        """What is held back of it; without a note also when other events follow."""
+        held, self._usage = self._usage, None
+        return b"" if held is None else held.shown(note)
 
     def _look(self, event: bytes) -> bytes:
         data = data_of(event)
@@ -84,19 +118,16 @@ class StreamFilter:
             self.error = data
             if wire.quotes_handle(event):
                 return error_event(_QUOTES_HANDLE, type_="server_error", code="decode_failed")
-        touched = False
         if wire.FORBIDDEN & members.keys():
             members = self._take_handle(members)
-            touched = True
+            event = b"data: " + wire.join(members) + b"\n\n"
         if bytes(members.get("usage", b"null")) != b"null":
-            note = self._note(wire.read_usage(members["usage"]))
+            self._count(wire.read_usage(members["usage"]))
             if bytes(members.get("choices", b"")) == b"[]":
-                if not self._wants_usage:
-                    return b""
-                if note is not None:
-                    members["usage"] = msgspec.Raw(wire.with_note(members["usage"], note))
-                    touched = True
-        return b"data: " + wire.join(members) + b"\n\n" if touched else event
+                if self._wants_usage:
+                    self._usage = _UsageEvent(b"data: ", members, event)
+                return b""
+        return event
 
     @property
     def said(self) -> Said | None:
@@ -119,11 +150,11 @@ class NamedEvents(StreamFilter):
     ends: ClassVar[frozenset[bytes]]
     errors: ClassVar[frozenset[bytes]]
 
-    def __init__(self, facts: wire.Facts, note: Note, account: Told | None = None) -> None:
-        super().__init__(wants_usage=True, note=note, account=account)
+    def __init__(self, facts: wire.Facts, count: Count, account: Told | None = None) -> None:
+        super().__init__(wants_usage=True, count=count, account=account)
         self._facts = facts
         self._held: list[bytes] = []
-        self.last = b""
+        self._last = b""
 
     def feed(self, data: bytes) -> bytes:
         out = []
@@ -137,6 +168,8 @@ class NamedEvents(StreamFilter):
                 out += self._held
                 self.events = len(self._held)
             self.events += 1
+            if name not in self.ends:
+                out.append(self._passed_usage())
             if name in self.errors:
                 self.error = data_of(event) or b""
             passed = self._passed(event, name)
@@ -145,7 +178,7 @@ class NamedEvents(StreamFilter):
                     _QUOTES_HANDLE, type_="server_error", code="decode_failed", events=self.events
                 )
             if name in self.ends or name in self.errors:
-                self.last, self.finished = passed, True
+                self._last, self.finished = passed, True
             else:
                 out.append(passed)
         return b"".join(out)
@@ -168,15 +201,14 @@ class MessagesFilter(NamedEvents):
         if name != b"message_delta":
             return cleaned(event)
         members = self._members(event)
-        touched = bool(wire.FORBIDDEN & members.keys())
-        if touched:
+        if wire.FORBIDDEN & members.keys():
             members = self._take_handle(members)
-        if "usage" in members:
-            note = self._note(usage_of(self._facts.api, members["usage"]))
-            if note is not None:
-                members["usage"] = Raw(wire.with_note(members["usage"], note))
-                touched = True
-        return _event(name, wire.join(members)) if touched else event
+            event = _head(name) + wire.join(members) + b"\n\n"
+        if "usage" not in members:
+            return event
+        self._count(usage_of(self._facts.api, members["usage"]))
+        self._usage = _UsageEvent(_head(name), members, event)
+        return b""
 
 
 class ResponsesFilter(NamedEvents):
@@ -195,22 +227,23 @@ class ResponsesFilter(NamedEvents):
         self.answer_id = answer.id
         if self._account is not None:
             self._account(answer.params.account)
-        note = self._note(answer.usage)
-        members["response"] = Raw(wire.client_answer(self._facts, answer.members, note))
-        return _event(name, wire.join(members))
+        self._count(answer.usage)
+        shown = wire.client_answer(self._facts, answer.members)
+        self._usage = _UsageEvent(_head(name), members, answer=shown)
+        return b""
 
 
 def stream_filter(
-    facts: wire.Facts, note: Note, account: Told | None = None, listening: Listening | None = None
+    facts: wire.Facts, count: Count, account: Told | None = None, listening: Listening | None = None
 ) -> StreamFilter:
     """What watches the stream that answers a request."""
     match facts.endpoint:
         case wire.Endpoint.MESSAGES:
-            return MessagesFilter(facts, note, account)
+            return MessagesFilter(facts, count, account)
         case wire.Endpoint.RESPONSES:
-            return ResponsesFilter(facts, note, account)
+            return ResponsesFilter(facts, count, account)
         case wire.Endpoint.CHAT | wire.Endpoint.COMPLETIONS:
-            return StreamFilter(wants_usage=facts.wants_usage, note=note, account=account, listening=listening)
+            return StreamFilter(wants_usage=facts.wants_usage, count=count, account=account, listening=listening)
 
 
 def cleaned(event: bytes) -> bytes:
@@ -224,5 +257,5 @@ def cleaned(event: bytes) -> bytes:
     return b"\n".join([*fields, b"data: " + kept]) + b"\n\n"
 
 
-def _event(name: bytes, data: bytes) -> bytes:
-    return b"event: " + name + b"\ndata: " + data + b"\n\n"
+def _head(name: bytes) -> bytes:
+    return b"event: " + name + b"\ndata: "
