@@ -1,4 +1,4 @@
-"""Conversations on a router elsewhere: its answers bring their reports, and a conversation that is left is ended there.
+"""HTTP hooks for a router elsewhere: its answers bring their reports, and a conversation that is left is ended there.
 
 A response hook of the HTTP client looks for the head of a Backhaul router's answer, `x-backhaul-turn`; every other answer
 passes untouched. The turn's report is in `usage.backhaul` of a whole answer, and in a comment before the last events of a

@@ -1,4 +1,4 @@
-"""What several benches and the demo have for options."""
+"""Options that several benches and the demo have."""
 
 from __future__ import annotations
 
