@@ -13,7 +13,7 @@ from .. import wire
 from ..errors import error_event
 from .connector_object import Account
 from .endpoint import usage_of
-from .exact_history import Listening, Said
+from .exact_history import AnswerAccumulator, AnswerContent
 from .json_members import NULL, Members
 from .sse import EventSplitter, data_of
 
@@ -55,9 +55,14 @@ class StreamFilter:
     it (`ended`), so that whoever sees them can count on the turn being settled."""
 
     def __init__(
-        self, *, wants_usage: bool, count: Count, account: Told | None = None, listening: Listening | None = None
+        self,
+        *,
+        wants_usage: bool,
+        count: Count,
+        account: Told | None = None,
+        accumulator: AnswerAccumulator | None = None,
     ) -> None:
-        self._listening = listening
+        self._accumulator = accumulator
         self._wants_usage = wants_usage
         self._count = count
         self._account = account
@@ -85,8 +90,8 @@ class StreamFilter:
                 self.finished = True
                 continue
             out.append(self._passed_usage())
-            if self._listening is not None and (heard := data_of(event)) is not None:
-                self._listening.hear(heard)
+            if self._accumulator is not None and (heard := data_of(event)) is not None:
+                self._accumulator.feed(heard)
             if _WATCHED.search(event):
                 out.append(self._look(event))
             else:
@@ -130,9 +135,9 @@ class StreamFilter:
         return event
 
     @property
-    def said(self) -> Said | None:
+    def said(self) -> AnswerContent | None:
         """What the answer says, where it was listened to."""
-        return self._listening.said if self._listening is not None else None
+        return self._accumulator.said if self._accumulator is not None else None
 
     def _take_handle(self, members: Members) -> Members:
         params = wire.read_params(members.get(wire.HANDLE))
@@ -234,7 +239,7 @@ class ResponsesFilter(NamedEvents):
 
 
 def stream_filter(
-    facts: wire.Facts, count: Count, account: Told | None = None, listening: Listening | None = None
+    facts: wire.Facts, count: Count, account: Told | None = None, accumulator: AnswerAccumulator | None = None
 ) -> StreamFilter:
     """What watches the stream that answers a request."""
     match facts.endpoint:
@@ -243,7 +248,7 @@ def stream_filter(
         case wire.Endpoint.RESPONSES:
             return ResponsesFilter(facts, count, account)
         case wire.Endpoint.CHAT | wire.Endpoint.COMPLETIONS:
-            return StreamFilter(wants_usage=facts.wants_usage, count=count, account=account, listening=listening)
+            return StreamFilter(wants_usage=facts.wants_usage, count=count, account=account, accumulator=accumulator)
 
 
 def cleaned(event: bytes) -> bytes:
