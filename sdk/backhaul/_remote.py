@@ -369,7 +369,10 @@ class _Turn:
             return None
         reason = self.headers.get("x-backhaul-reason")
         usage = self._told.usage or _Usage()
-        said = msgspec.json.decode(self._note, type=_Note | None) or _Note()
+        try:
+            said = msgspec.json.decode(self._note, type=_Note | None) or _Note()
+        except msgspec.DecodeError:
+            said = _Note()
         return ReuseReport(
             conversation=self.conversation,
             turn=self.number,

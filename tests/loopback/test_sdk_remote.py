@@ -388,14 +388,22 @@ async def test_a_router_that_is_gone_masks_no_exception(pair: LoopbackPair, capl
 # --- routers that do not show reports
 
 
+NOTE = {"conversation": "c1", "turn": 3, "route": "local", "offered": 96, "cached": 64, "computed": 6}
+
+
 class Elsewhere:
     """An HTTP server that answers turns as `head` says, and every request under /backhaul with `status`."""
 
     def __init__(
-        self, status: int, content: bytes = b"{}", head: dict[str, str] | None = None, stream: Sequence[bytes] = ()
+        self,
+        status: int,
+        content: bytes = b"{}",
+        head: dict[str, str] | None = None,
+        stream: Sequence[bytes] = (),
+        note: Any = NOTE,
     ) -> None:
         self.asked: list[str] = []
-        self.stream = stream
+        self.stream, self.note = stream, note
         self.status, self.content = status, content
         turn = {"x-backhaul-turn": "3", "x-backhaul-route": "local", "x-backhaul-reason": "a_new_one"}
         self.head = turn if head is None else head
@@ -407,8 +415,7 @@ class Elsewhere:
             return module.Response(self.status, content=self.content)
         if self.stream:
             return module.Response(200, headers=self.head, content=iter(self.stream))
-        note = {"conversation": "c1", "turn": 3, "route": "local", "offered": 96, "cached": 64, "computed": 6}
-        usage = {"prompt_tokens": 70, "completion_tokens": 9, "total_tokens": 79, "backhaul": note}
+        usage = {"prompt_tokens": 70, "completion_tokens": 9, "total_tokens": 79, "backhaul": self.note}
         chunk = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
         if json.loads(request.content).get("stream"):
             events = [{**chunk, "choices": [{"index": 0, "delta": {"content": "x" * 9000}}]}, {**chunk, "usage": usage}]
@@ -453,6 +460,15 @@ def test_without_reports_the_answer_itself_has_to_do(
     assert len(caplog.records) == 1
     asked_again = 1 if status == 403 else 2
     assert elsewhere.asked.count("GET /prefix/backhaul") == asked_again
+
+
+@pytest.mark.parametrize("note", [5, {"cached": "many"}, {"total_ms": 1.0, "turn": "x"}], ids=str)
+def test_a_note_that_cannot_be_read_says_nothing(note: Any) -> None:
+    elsewhere = Elsewhere(404, note=note)
+    with elsewhere.client() as client, backhaul.conversation() as chat:
+        client.chat.completions.create(**ASK)
+    assert chat.reuse.last is not None
+    assert (chat.reuse.last.prompt, chat.reuse.last.cached) == (70, None)
 
 
 def test_a_reason_is_kept_where_it_is_known() -> None:
