@@ -631,10 +631,11 @@ ANSWER = {
 }
 
 
-def answered(*, keep_token_ids: bool = False, note: dict[str, object] | None = None, **fields: Any) -> dict[str, Any]:
+def answered(*, keep_token_ids: bool = False, note: bytes | None = None, **fields: Any) -> dict[str, Any]:
     members = wire.split(encoded(ANSWER | fields))
     asked = read_request(CHAT, chat(b'"return_token_ids": true' if keep_token_ids else b'"stream": false'))
-    seen: dict[str, Any] = json.loads(wire.client_answer(asked.api, members, note, shows_ids=asked.wants_token_ids))
+    shown = wire.client_answer(asked.api, members, shows_ids=asked.wants_token_ids)
+    seen: dict[str, Any] = json.loads(wire.join(wire.noted(shown, note)))
     return seen
 
 
@@ -657,14 +658,15 @@ def test_a_completions_choice_loses_its_prompts_ids_too() -> None:
 
 
 def test_our_note_stands_in_usage_beside_what_was_there() -> None:
-    assert answered(note={"route": "warm"})["usage"] == {**ANSWER["usage"], "backhaul": {"route": "warm"}}  # type: ignore[dict-item]
-    assert answered(note={"route": "warm"}, usage=None)["usage"] is None
+    note = b'{"route":"warm"}'
+    assert answered(note=note)["usage"] == {**ANSWER["usage"], "backhaul": {"route": "warm"}}  # type: ignore[dict-item]
+    assert answered(note=note, usage=None)["usage"] is None
 
 
 def test_other_bytes_of_an_answer_are_not_touched() -> None:
     body = rb'{"choices": [ {"logprob": -0.10, "s":"\u00e9"} ], "x": 1.50, "kv_transfer_params": null}'
     assert (
-        wire.client_answer(CHAT.api, wire.split(body), None, shows_ids=True)
+        wire.join(wire.client_answer(CHAT.api, wire.split(body), shows_ids=True))
         == rb'{"choices":[ {"logprob": -0.10, "s":"\u00e9"} ],"x":1.50}'
     )
 

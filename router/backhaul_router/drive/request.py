@@ -11,7 +11,7 @@ from .. import wire
 from ..identity.hints import NO_HINTS, Hints
 from ..identity.identify import Identity
 from ..identity.scope import ConversationScope
-from ..report import Route
+from ..report import Route, View
 from ..turn.effects import Headers
 
 
@@ -33,6 +33,8 @@ class Request(msgspec.Struct, frozen=True):
     """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
     tenant: str = ""
     """Whose it is: nothing is shared with or found by requests of another tenant (`salts`)."""
+    view: View = View.WHOLE
+    """What the client may see of its turn's report."""
 
 
 class Reply(Protocol):

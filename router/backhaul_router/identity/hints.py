@@ -15,6 +15,8 @@ from ..config import RouterConfig
 
 LAST_TURN_HEADER = "x-backhaul-last-turn"
 PAUSE_HEADER = "x-backhaul-pause"
+REPORT_HEADER = "x-backhaul-report"
+"""Asks for the turn's report in a comment of the stream, whose events need not have usage."""
 DYNAMO_FINAL_HEADER = "x-dynamo-session-final"
 MAX_PAUSE_S = 86_400.0
 """Of what may be asked for; how much of it a router grants is `longest_pause_s`."""

@@ -7,7 +7,7 @@ from .json_members import FORBIDDEN, HANDLE, MalformedBody, Members, join, passe
 from .legs import decode_body, encode_ids, prefill_body, release_body
 from .render import closed_body, read_rendered, render_body, rendering, stop_tokens, tokenize_body
 from .request import Endpoint, Facts, api_of, read_request
-from .usage import Usage, read_usage
+from .usage import Usage, noted, read_usage
 
 __all__ = [
     "FORBIDDEN",
@@ -29,6 +29,7 @@ __all__ = [
     "join",
     "no_handle",
     "no_handle_in",
+    "noted",
     "passed_body",
     "prefill_body",
     "process_of",

@@ -10,8 +10,8 @@ from msgspec import Raw
 
 from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types, usage_of
 from .json_members import FORBIDDEN, NULL, Members, decode_list, encode, join
-from .stream import Listeners, NamedEvents, StreamFilter, cleaned, event_of
-from .usage import Details, Usage, with_note
+from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
+from .usage import Details, Usage
 
 _BILLING: Final = "x-anthropic-billing-header"
 """A line that Claude Code changes with every request; the engine drops a text that begins with it."""
@@ -120,15 +120,14 @@ class MessagesFilter(NamedEvents):
         if name != b"message_delta":
             return cleaned(event)
         members = self._members(event)
-        touched = bool(FORBIDDEN & members.keys())
-        if touched:
+        if FORBIDDEN & members.keys():
             members = self._take_handle(members)
-        if "usage" in members:
-            note = self._listeners.note(usage_of(self._api, members["usage"]))
-            if note is not None:
-                members["usage"] = Raw(with_note(members["usage"], note))
-                touched = True
-        return event_of(name, join(members)) if touched else event
+            event = head_of(name) + join(members) + b"\n\n"
+        if "usage" not in members:
+            return event
+        self._listeners.count(usage_of(self._api, members["usage"]))
+        self._usage = UsageEvent(head_of(name), members, event)
+        return b""
 
 
 def _system(raw: Raw) -> tuple[bytes, ...]:

@@ -19,7 +19,7 @@ from .exact_history import AnswerAccumulator
 from .json_members import Members, interned, is_set, read_members, value_of
 from .messages import Messages
 from .responses import Responses
-from .stream import Listeners, Note, StreamFilter, Told
+from .stream import Count, Listeners, StreamFilter, Told
 
 
 class Endpoint(enum.StrEnum):
@@ -87,10 +87,10 @@ class Facts(msgspec.Struct, frozen=True):
         return self.endpoint.api
 
     def stream_filter(
-        self, note: Note, account: Told | None = None, accumulator: AnswerAccumulator | None = None
+        self, count: Count, account: Told | None = None, accumulator: AnswerAccumulator | None = None
     ) -> StreamFilter:
         """What watches the stream that answers the request."""
-        listeners = Listeners(note, account, accumulator, self.wants_usage, self.wants_token_ids)
+        listeners = Listeners(count, account, accumulator, self.wants_usage, self.wants_token_ids)
         return self.api.stream_filter(listeners)
 
 

@@ -10,8 +10,8 @@ from msgspec import Raw
 
 from .answer import client_answer, read_answer
 from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types
-from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, join, split
-from .stream import Listeners, NamedEvents, StreamFilter, cleaned, event_of
+from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, split
+from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
 from .usage import Details, Usage
 
 _TEXT_ITEMS: Final = frozenset(
@@ -178,9 +178,10 @@ class ResponsesFilter(NamedEvents):
         self.answer_id = answer.id
         if self._listeners.account is not None:
             self._listeners.account(answer.params.account)
-        note = self._listeners.note(answer.usage)
-        members["response"] = Raw(client_answer(self._api, answer.members, note, shows_ids=self._listeners.shows_ids))
-        return event_of(name, join(members))
+        self._listeners.count(answer.usage)
+        shown = client_answer(self._api, answer.members, shows_ids=self._listeners.shows_ids)
+        self._usage = UsageEvent(head_of(name), members, answer=shown)
+        return b""
 
 
 def _not_text(item: bytes) -> str | None:
