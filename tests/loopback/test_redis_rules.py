@@ -16,8 +16,9 @@ import test_ledger_flush
 from backhaul_router.ledger import redis_ledger
 from backhaul_router.ledger.protocol import Later, arrived
 from backhaul_router.ledger.records import Branch, Held, Key, Taken
+from backhaul_router.ledger.redis_copy import WorkingCopy
 from backhaul_router.ledger.redis_ledger import RedisLedger
-from backhaul_router.ledger.redis_records import Copy, Loaded, Name, name_in
+from backhaul_router.ledger.redis_records import Loaded, Name, name_in
 from backhaul_router.report import Reason
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
@@ -81,7 +82,7 @@ class OnRedis:
         method = getattr(self._ledger, name)
         return lambda *given: self._wait(method(*given))
 
-    async def _all(self) -> list[Copy]:
+    async def _all(self) -> list[WorkingCopy]:
         """Everything on file, whoever filed it."""
         ledger = self._ledger
         found = []
@@ -90,7 +91,7 @@ class OnRedis:
                 name = name_in(head)
                 assert isinstance(name, Name)
                 loaded = await ledger._load([ledger._keys.record(name)])
-                found.append(Copy([name], loaded, ledger._limits, ledger._keys))
+                found.append(WorkingCopy([name], loaded, ledger._limits, ledger._keys))
         return found
 
     def __len__(self) -> int:

@@ -26,9 +26,10 @@ import msgspec
 from ..report import Reason
 from . import digests
 from .records import Branch, Held, Key, Taken
+from .redis_copy import Limits, WorkingCopy
 from .redis_link import LedgerUnavailable, RedisLink
 from .redis_local import Filed, Queues, Readers, TurnNumbers
-from .redis_records import Copy, Keys, Limits, Loaded, Name, handles_in, moved, name_in, with_body
+from .redis_records import Keys, Loaded, Name, handles_in, moved, name_in, with_body
 from .redis_scripts import COMMIT, FIND, LOAD, MOVE_EPOCH
 
 log = logging.getLogger("backhaul")
@@ -191,7 +192,7 @@ class RedisLedger:
         if left is not None and self._readers.has_dropped(left):  # dropped while the turn ran
             branch, left = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE), None
 
-        def file(copy: Copy, now: float) -> tuple[Held, ...]:
+        def file(copy: WorkingCopy, now: float) -> tuple[Held, ...]:
             filed = branch
             if left is not None:
                 filed = msgspec.structs.replace(branch, held=moved(left, copy.offset))
@@ -226,7 +227,7 @@ class RedisLedger:
             loaded = await self._load([self._keys.record(name)])
         except LedgerUnavailable:
             return ()
-        copy = Copy([name], loaded, self._limits, self._keys)
+        copy = WorkingCopy([name], loaded, self._limits, self._keys)
         offset = copy.offset
         return tuple(moved(held, -offset) for held in copy.held_for(conversation, tenant))
 
@@ -247,7 +248,7 @@ class RedisLedger:
     ) -> None:
         """As `MemoryLedger.renewed`; where the server does not answer the deadlines stay as they were."""
 
-        def renew(copy: Copy, there: float) -> tuple[Held, ...]:
+        def renew(copy: WorkingCopy, there: float) -> tuple[Held, ...]:
             offset = copy.offset
             shared = {name: deadline + offset for name, deadline in deadlines.items()}
             copy.renewed(conversation, shared, None if now is None else there, tenant)
@@ -265,7 +266,7 @@ class RedisLedger:
     async def _sweep(self, due: Mapping[Name, frozenset[tuple[str, str]]]) -> tuple[Held, ...]:
         renewed: dict[Name, dict[tuple[str, str], Held]] = {}
 
-        def sweep(copy: Copy, there: float) -> tuple[Held, ...]:
+        def sweep(copy: WorkingCopy, there: float) -> tuple[Held, ...]:
             dropped = copy.sweep(there + _EARLY_S)
             renewed[copy.names[0]] = {one.name: moved(one, -copy.offset) for one in copy.handles()}
             return dropped
@@ -293,7 +294,7 @@ class RedisLedger:
         self._filed.clear()
         await self._link.aclose()
 
-    async def _everywhere(self, work: Callable[[Copy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
+    async def _everywhere(self, work: Callable[[WorkingCopy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
         dropped: tuple[Held, ...] = ()
         try:
             async for keys in self._link.scan(self._keys.every_record):
@@ -303,7 +304,9 @@ class RedisLedger:
             log.warning("not all conversations could be looked through, what they hold ends with its leases: %s", error)
         return dropped
 
-    async def _each(self, names: Iterable[Name], work: Callable[[Copy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
+    async def _each(
+        self, names: Iterable[Name], work: Callable[[WorkingCopy, float], tuple[Held, ...]]
+    ) -> tuple[Held, ...]:
         at_once = asyncio.Semaphore(_AT_ONCE)
 
         async def one(name: Name) -> tuple[Held, ...]:
@@ -315,7 +318,7 @@ class RedisLedger:
     # --- changes
 
     async def _dropped(
-        self, name: Name, work: Callable[[Copy, float], tuple[Held, ...]], *, unfiled: Held | None = None
+        self, name: Name, work: Callable[[WorkingCopy, float], tuple[Held, ...]], *, unfiled: Held | None = None
     ) -> tuple[Held, ...]:
         """What can be released after a change. `unfiled` is what it was to file: released too when it certainly did not."""
         try:
@@ -327,10 +330,10 @@ class RedisLedger:
     async def _change(
         self,
         names: Sequence[Name],
-        work: Callable[[Copy, float], _T],
+        work: Callable[[WorkingCopy, float], _T],
         *,
         wait_s: float | None = None,
-        body_of: Callable[[Copy, _T], tuple[int, str]] = lambda copy, result: (0, ""),
+        body_of: Callable[[WorkingCopy, _T], tuple[int, str]] = lambda copy, result: (0, ""),
     ) -> _Changed[_T]:
         """Does `work` on a copy of the records, as often as it takes. Raises `LedgerUnavailable`."""
         keys = [self._keys.record(name) for name in names]
@@ -338,7 +341,7 @@ class RedisLedger:
             loaded = await self._load(keys)
             give_up = time.monotonic() + (wait_s or _PATIENCE_S)
             while True:
-                copy = Copy(names, loaded, self._limits, self._keys)
+                copy = WorkingCopy(names, loaded, self._limits, self._keys)
                 result = work(copy, loaded.now)
                 changes = copy.changes(body_of(copy, result))
                 if changes is None:
@@ -361,7 +364,7 @@ class RedisLedger:
         self.flushes = loaded.epoch
         return loaded
 
-    def _note(self, names: Sequence[Name], copy: Copy) -> None:
+    def _note(self, names: Sequence[Name], copy: WorkingCopy) -> None:
         on_file = {held.name: moved(held, -copy.offset) for held in copy.handles()}
         self._filed.note(names, on_file, copy.filed)
 

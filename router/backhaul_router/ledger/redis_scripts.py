@@ -106,8 +106,8 @@ return out
 """
 )
 """KEYS as in `LOAD`. ARGV: the life, the version that each record had; which record a body is wanted of (0 for none) and its
-field; then for each record `keep`, or `drop` or `put` with what `redis_records.Copy` writes. Returns 1, the body and the heads
-of the records that made room; or 0 and what `LOAD` returns, where something has changed."""
+field; then for each record `keep`, or `drop` or `put` with what `redis_copy.WorkingCopy` writes. Returns 1, the body and the
+heads of the records that made room; or 0 and what `LOAD` returns, where something has changed."""
 
 FIND = """
 local time = redis.call('TIME')
