@@ -27,7 +27,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine, as it described itself."""
+    """Engine, as it described itself."""
 
     url: str
     role: Role

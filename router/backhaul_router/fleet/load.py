@@ -1,4 +1,4 @@
-"""What the engines have to do, and which of them a conversation should go to, stay with or leave.
+"""Load balancing with affinity: what the engines have to do, and which of them a conversation should go to, stay with or leave.
 
 Three measures, since none is enough alone: the calls and tokens that this router has in flight; the conversations that live
 on an engine, which count also while their agents think; and what engines say themselves (`Gauges`), which is old but covers
@@ -69,7 +69,7 @@ def _shared(engines: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Homes:
-    """Which engines each live conversation ran on last. Bounded by time and number; the oldest go first."""
+    """LRU map of the engines that each live conversation ran on last. Bounded by time and number; the oldest go first."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[tuple[str, str], _Home] = OrderedDict()

@@ -1,4 +1,5 @@
-"""Table of engine pairs: which prefill engine (P) can read from which decode engine (D), as exchanges have shown."""
+"""Compatibility table of engine pairs: which prefill engine (P) can read from which decode engine (D), as exchanges have
+shown."""
 
 from __future__ import annotations
 

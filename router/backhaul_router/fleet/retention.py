@@ -47,7 +47,7 @@ Name = tuple[str, str]
 
 
 class Cause(enum.StrEnum):
-    """Why something is not kept any more."""
+    """Reason of an eviction, or of any other end of a handle."""
 
     SUPERSEDED = "superseded"
     """The conversation's next turn has left its own."""
@@ -66,7 +66,7 @@ class Cause(enum.StrEnum):
 
 
 class Victim(msgspec.Struct, frozen=True):
-    """Given up. It is out of the accounts, and still to be dropped from the ledger and released."""
+    """Evicted handle. It is out of the accounts, and still to be dropped from the ledger and released."""
 
     key: Key
     held: Held
@@ -76,7 +76,7 @@ class Victim(msgspec.Struct, frozen=True):
 
 
 class Reserved(NamedTuple):
-    """What a turn is expected to need on a decode engine while it runs."""
+    """Reservation: what a turn is expected to need on a decode engine while it runs, in tokens."""
 
     decode: str
     prompt: int

@@ -1,4 +1,4 @@
-"""The map from conversation to handles.
+"""Repository in memory: the map from conversation to handles.
 
 Invariants, whatever the interleaving of turns:
 - a stock engine's handle leaves the ledger by `take` and is in nobody else's hands until it is given back: it is used at
@@ -37,7 +37,7 @@ _OPENING = 2
 
 
 class MemoryLedger:
-    """A ledger in this process."""
+    """Ledger in this process."""
 
     shared = False
     available = True

@@ -1,4 +1,5 @@
-"""The map from conversation to handles on a Redis or Valkey server, shared by routers. Needs the extra `redis`.
+"""Shared repository with optimistic concurrency: the map from conversation to handles on a Redis or Valkey server, shared by
+routers. Needs the extra `redis`.
 
 A change is worked out on a copy of one record, or two, by the rules of `MemoryLedger`, and written if nobody has changed them
 meanwhile, else worked out again on what is there now. What holds beyond those rules:
@@ -60,7 +61,7 @@ class _Changed(Generic[_T]):
 
 
 class RedisLedger:
-    """A ledger that routers share. Methods that have to ask the server return coroutines."""
+    """Ledger that routers share. Methods that have to ask the server return coroutines."""
 
     shared = True
 

@@ -80,7 +80,7 @@ _read_body = msgspec.msgpack.Decoder(Body).decode
 
 
 class Name(NamedTuple):
-    """What one record is about."""
+    """Name of one record: a conversation's, under every model and salt."""
 
     tenant: str
     conversation: str
@@ -92,7 +92,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class Keys:
-    """Names in Redis. `prefix` keeps fleets apart that share one server."""
+    """Key schema in Redis. `prefix` keeps fleets apart that share one server."""
 
     prefix: str
 
@@ -124,7 +124,7 @@ def _hash(*parts: str | bytes) -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `redis_scripts.LOAD` returned."""
+    """Snapshot of some records: what `redis_scripts.LOAD` returned."""
 
     now: float
     """The server's time, seconds."""

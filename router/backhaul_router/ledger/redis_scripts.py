@@ -1,4 +1,4 @@
-"""The steps that Redis or Valkey does at one stroke.
+"""Lua scripts: the steps that Redis or Valkey does atomically.
 
 A record is a hash: `v`, its version, drawn anew with every change; `h`, its head; `n`, the conversation's name; `e`, the ends of
 histories by which it is found; and a field for the body of each branch. Heads and bodies mean nothing here (`redis_records`). A

@@ -1,5 +1,5 @@
-"""vLLM's wire protocol, as bytes: what is read from a client's request, what P and D are sent, what comes back, and what never
-leaves. No state, no I/O."""
+"""Codec of vLLM's wire protocol, as bytes: what is read from a client's request, what P and D are sent, what comes back, and
+what never leaves. No state, no I/O."""
 
 from .answer import client_answer, disowns_model, error_message, no_handle_in, read_answer, read_ids, read_left
 from .handle import Handle, cut_handle, no_handle, process_of, quotes_handle, read_handle, read_params, whole_handle

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""Strategy of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_choices(members: Members) -> list[Choice]:
 
 
 class Chat(Api):
-    """Messages in, choices out."""
+    """Strategy of chat: messages in, choices out."""
 
     types: ClassVar[Types] = OPENAI_TYPES
     limit = "max_tokens"

@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""Strategy of `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE: Final = 256
 
 
 class Completions(Chat):
-    """A prompt in, choices out."""
+    """Strategy of completions: a prompt in, choices out, as for chat otherwise."""
 
     numbered = False
     exact_histories = False

@@ -84,7 +84,7 @@ _GAUGE = re.compile(
 
 
 def read_gauges(metrics: str) -> Gauges | None:
-    """`None` when the page does not have them."""
+    """The load that a `/metrics` page shows; `None` when it does not."""
     found: dict[str, list[float]] = {}
     for name, value in _GAUGE.findall(metrics):
         try:
@@ -95,6 +95,12 @@ def read_gauges(metrics: str) -> Gauges | None:
         return None
     usage = found["kv_cache_usage_perc"]
     return Gauges(sum(found["num_requests_running"]), sum(found["num_requests_waiting"]), sum(usage) / len(usage))
+
+
+def kv_usage_of(metrics: str) -> float | None:
+    """How full the engine's KV cache is, 0 to 1, the mean of its ranks; `None` when the page does not say."""
+    shares = [float(value) for name, value in _GAUGE.findall(metrics) if name == "kv_cache_usage_perc"]
+    return sum(shares) / len(shares) if shares else None
 
 
 class _Card(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""JSON objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
+"""Shallow JSON codec: objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
 
 Splitting decodes the keys, so every spelling of a forbidden key (escapes, duplicates) is the same key and gone.
 """

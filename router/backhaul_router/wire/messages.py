@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
+"""Strategy of `/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
 class Messages(Api):
-    """Messages and a system prompt in, one message out."""
+    """Strategy of Anthropic's messages: messages and a system prompt in, one message out."""
 
     types: ClassVar[Types] = {"model": TEXT, "stream": BOOL, "cache_salt": TEXT, "max_tokens": INT}
     limit = "max_tokens"

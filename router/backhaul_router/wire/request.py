@@ -1,4 +1,4 @@
-"""Client requests: parsed once, and what the router needs to know of them. The registry of the endpoints whose turns it runs.
+"""Parser of client requests: what the router needs to know of them, read once. Registry of the endpoints whose turns it runs.
 
 Bodies are split into their top-level members and put together again (`json_members`); ours is written last. What is particular
 to an endpoint is in its `Api`; a new one is a subclass and a line in `_APIS`.
@@ -23,7 +23,7 @@ from .stream import Listeners, Note, StreamFilter, Told
 
 
 class Endpoint(enum.StrEnum):
-    """The endpoints whose turns run over prefill and decode."""
+    """Registry of the endpoints whose turns run over prefill and decode, by path."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -53,7 +53,7 @@ def api_of(path: str) -> Api:
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the router needs to know of one request. Everything else stays in `members`, unread."""
+    """Parsed request: what the router needs to know of it. Everything else stays in `members`, unread."""
 
     endpoint: Endpoint
     members: Members

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API (vLLM's entrypoints/openai/responses)."""
+"""Strategy of `/v1/responses`: OpenAI's Responses API (vLLM's entrypoints/openai/responses)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _decode_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 class Responses(Api):
-    """Instructions and items in, a response of items out."""
+    """Strategy of responses: instructions and items in, a response of items out."""
 
     types: ClassVar[Types] = {
         "model": TEXT,

@@ -32,7 +32,7 @@ _NAME: Final = re.compile(rb"event: *([\w.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told what of a stream, and what of it the client has asked for."""
+    """Callbacks of one stream: who is told what, and what of it the client has asked for."""
 
     note: Note
     account: Told | None = None
