@@ -18,7 +18,7 @@ from backhaul_router.ledger.protocol import Later, arrived
 from backhaul_router.ledger.records import Branch, Held, Key, Taken
 from backhaul_router.ledger.redis_copy import WorkingCopy
 from backhaul_router.ledger.redis_ledger import RedisLedger
-from backhaul_router.ledger.redis_records import Loaded, Name, name_in
+from backhaul_router.ledger.redis_records import Name, Snapshot, name_in
 from backhaul_router.report import Reason
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
@@ -110,11 +110,11 @@ class OnRedis:
 
     @property
     def _left(self) -> Any:
-        return self._ledger._readers._left
+        return self._ledger._ref_counts._left
 
     @property
     def _takers(self) -> Any:
-        return self._ledger._readers._takers
+        return self._ledger._ref_counts._takers
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +132,12 @@ def opened(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         made.append(OnRedis(server, **limits))
         return made[-1]
 
-    def loaded(answer: Sequence[bytes], here: float) -> Loaded:
-        return Loaded(
+    def loaded(answer: Sequence[bytes], here: float) -> Snapshot:
+        return Snapshot(
             here, answer[2].decode(), int(answer[3]), tuple(zip(answer[4::2], answer[5::2], strict=True)), 0.0
         )
 
-    monkeypatch.setattr(redis_ledger.Loaded, "of", loaded)
+    monkeypatch.setattr(redis_ledger.Snapshot, "of", loaded)
     for module in MODULES:
         monkeypatch.setattr(module, "MemoryLedger", make)
     yield make

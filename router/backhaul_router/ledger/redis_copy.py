@@ -22,8 +22,8 @@ from .redis_records import (
     Head,
     HeldRecord,
     Keys,
-    Loaded,
     Name,
+    Snapshot,
     body_of,
     conversations_in,
     encode,
@@ -49,7 +49,7 @@ class WorkingCopy(MemoryLedger):
     """Working copy of the conversations of a few records, as the server has them: the rules of a ledger in memory hold in here
     too. Times are the server's. It counts no takers: other routers' cannot be known."""
 
-    def __init__(self, names: Sequence[Name], loaded: Loaded, limits: Limits, keys: Keys) -> None:
+    def __init__(self, names: Sequence[Name], loaded: Snapshot, limits: Limits, keys: Keys) -> None:
         super().__init__(max_conversations=_NO_BOUND, max_branches=limits.max_branches, max_idle_s=limits.max_idle_s)
         self._generations = iter(_drawn, 0)
         self.flushes = loaded.epoch

@@ -29,8 +29,8 @@ from . import digests
 from .records import Branch, Held, Key, Taken
 from .redis_copy import Limits, WorkingCopy
 from .redis_link import LedgerUnavailable, RedisLink
-from .redis_local import Filed, Queues, Readers, TurnNumbers
-from .redis_records import Keys, Loaded, Name, handles_in, moved, name_in, with_body
+from .redis_local import FiledHandles, HandleRefCounts, RecordLocks, TurnNumbers
+from .redis_records import Keys, Name, Snapshot, handles_in, moved, name_in, with_body
 from .redis_scripts import COMMIT, FIND, LOAD, MOVE_EPOCH
 
 log = logging.getLogger("backhaul")
@@ -89,10 +89,10 @@ class RedisLedger:
             max_idle_s=max_idle_s,
         )
         self._clock = clock
-        self._filed = Filed()
-        self._readers = Readers()
+        self._filed = FiledHandles()
+        self._ref_counts = HandleRefCounts()
         self._turns = TurnNumbers()
-        self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, Queues] = WeakKeyDictionary()
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, RecordLocks] = WeakKeyDictionary()
         self.flushes = 0
         """How often all routers' handles were flushed, when the server was asked last."""
         self._background: set[asyncio.Task[Any]] = set()
@@ -161,8 +161,8 @@ class RedisLedger:
             branch = with_body(branch, changed.body)
             branch = msgspec.structs.replace(branch, held=next(iter(changed.here(filter(None, [branch.held]))), None))
         held = next(iter(changed.here(filter(None, [taken.held]))), None)
-        self._readers.took(held)
-        drop = self._readers.free(changed.here((*taken.drop, *changed.dropped)))
+        self._ref_counts.took(held)
+        drop = self._ref_counts.free(changed.here((*taken.drop, *changed.dropped)))
         return msgspec.structs.replace(taken, branch=branch, held=held, drop=drop)
 
     async def _untake(self, key: Key, work: asyncio.Task[Taken]) -> None:
@@ -174,7 +174,7 @@ class RedisLedger:
         if taken.held is None:
             return ()
         if taken.held.shared:
-            return self._readers.done(taken.held)
+            return self._ref_counts.done(taken.held)
         held = taken.held
         return await self._dropped(
             Name.of(_filed_under(key, taken)),
@@ -185,12 +185,12 @@ class RedisLedger:
     async def lost(self, key: Key, taken: Taken, reason: Reason) -> tuple[Held, ...]:
         """As `MemoryLedger.lost`."""
         dropped = await self._dropped(Name.of(_filed_under(key, taken)), lambda copy, _: copy.lost(key, taken, reason))
-        return dropped + self._readers.done(taken.held)
+        return dropped + self._ref_counts.done(taken.held)
 
     async def settle(self, key: Key, taken: Taken, branch: Branch, now: float) -> tuple[Held, ...]:
         """As `MemoryLedger.settle`. A turn that could not take files what it leaves all the same."""
         left = branch.held
-        if left is not None and self._readers.has_dropped(left):  # dropped while the turn ran
+        if left is not None and self._ref_counts.has_dropped(left):  # dropped while the turn ran
             branch, left = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE), None
 
         def file(copy: WorkingCopy, now: float) -> tuple[Held, ...]:
@@ -202,7 +202,7 @@ class RedisLedger:
             return copy.settle(key, taken, filed, now)
 
         dropped = await self._dropped(Name.of(key), file, unfiled=left)
-        return dropped + self._readers.done(taken.held)
+        return dropped + self._ref_counts.done(taken.held)
 
     # --- conversations
 
@@ -326,7 +326,7 @@ class RedisLedger:
             changed = await self._change([name], work)
         except LedgerUnavailable as error:
             return () if unfiled is None or error.unknown else (unfiled,)
-        return self._readers.free(changed.here((*changed.result, *changed.dropped)))
+        return self._ref_counts.free(changed.here((*changed.result, *changed.dropped)))
 
     async def _change(
         self,
@@ -338,7 +338,7 @@ class RedisLedger:
     ) -> _Changed[_T]:
         """Does `work` on a copy of the records, as often as it takes. Raises `LedgerUnavailable`."""
         keys = [self._keys.record(name) for name in names]
-        async with self._queue().turn(keys, wait_s):
+        async with self._record_locks().turn(keys, wait_s):
             loaded = await self._load(keys)
             give_up = time.monotonic() + (wait_s or _PATIENCE_S)
             while True:
@@ -354,14 +354,14 @@ class RedisLedger:
                     return _Changed(result, copy.offset, (*copy.flushed, *room), answer[1])
                 if time.monotonic() > give_up:
                     raise LedgerUnavailable("others change the conversation all the time")
-                loaded = Loaded.of(answer[1:], self._clock())
+                loaded = Snapshot.of(answer[1:], self._clock())
 
-    async def _load(self, keys: Sequence[str]) -> Loaded:
+    async def _load(self, keys: Sequence[str]) -> Snapshot:
         try:
             answer = await self._link.run(LOAD, [self._keys.epoch, *keys])
         except LedgerUnavailable as error:
             raise LedgerUnavailable(str(error)) from None  # it was read alone
-        loaded = Loaded.of(answer, self._clock())
+        loaded = Snapshot.of(answer, self._clock())
         self.flushes = loaded.epoch
         return loaded
 
@@ -369,8 +369,8 @@ class RedisLedger:
         on_file = {held.name: moved(held, -copy.offset) for held in copy.handles()}
         self._filed.note(names, on_file, copy.filed)
 
-    def _queue(self) -> Queues:
-        return self._queues.setdefault(asyncio.get_running_loop(), Queues())
+    def _record_locks(self) -> RecordLocks:
+        return self._locks.setdefault(asyncio.get_running_loop(), RecordLocks())
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -31,7 +31,7 @@ def _deadline(one: _Mine) -> float | None:
     return None if one.held is None else one.held.deadline
 
 
-class Filed:
+class FiledHandles:
     """Index of the handles that this router has filed, and does not know to be gone. Deadlines are in its own time."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Filed:
         return found
 
 
-class Readers:
+class HandleRefCounts:
     """Reference counts of shared handles that this router's turns have taken: one is not released before they are done."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class TurnNumbers:
         return turn + 1
 
 
-class Queues:
+class RecordLocks:
     """Mutex per record: its changes that begin in one event loop happen one after the other."""
 
     def __init__(self) -> None:

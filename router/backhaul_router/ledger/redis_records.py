@@ -123,7 +123,7 @@ def _hash(*parts: str | bytes) -> str:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Snapshot:
     """Snapshot of some records: what `redis_scripts.LOAD` returned."""
 
     now: float
@@ -136,7 +136,7 @@ class Loaded:
     """The server's time less this router's, or a little less: by what the answer took."""
 
     @classmethod
-    def of(cls, answer: Sequence[bytes], here: float) -> Loaded:
+    def of(cls, answer: Sequence[bytes], here: float) -> Snapshot:
         """`here` is this router's time, read after the answer."""
         seconds, micros, life, epoch, *rest = answer
         records = tuple(zip(rest[::2], rest[1::2], strict=True))
@@ -164,7 +164,7 @@ def with_body(branch: Branch, body: bytes) -> Branch:
     return msgspec.structs.replace(branch, blocks=read.blocks, exact=exact)
 
 
-def handles_in(head: bytes, loaded: Loaded) -> tuple[Held, ...]:
+def handles_in(head: bytes, loaded: Snapshot) -> tuple[Held, ...]:
     """Of a record that has been removed."""
     return tuple(
         held_of(branch.held)
