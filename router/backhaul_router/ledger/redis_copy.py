@@ -32,12 +32,16 @@ from .redis_records import (
 )
 
 _NO_BOUND = 2**31
+_SAME = tuple(field for field in BranchRecord.__struct_fields__ if field not in ("held", "missing"))
+"""Fields that a branch and its record have in common."""
 _GRACE_S = 30.0
 """For how long what was asked once stays on file behind its deadline, for the router that filed it to release it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
+    """Bounds of a shared ledger."""
+
     max_conversations: int
     """Of requests without a tenant."""
     max_conversations_per_tenant: int
@@ -53,7 +57,9 @@ class WorkingCopy(MemoryLedger):
         super().__init__(max_conversations=_NO_BOUND, max_branches=limits.max_branches, max_idle_s=limits.max_idle_s)
         self._generations = iter(_drawn, 0)
         self.flushes = loaded.epoch
-        self._names = names
+        self.names = names
+        self.offset = loaded.offset
+        """The server's time less this router's."""
         self._loaded = loaded
         self._limits = limits
         self._redis_keys = keys
@@ -92,20 +98,8 @@ class WorkingCopy(MemoryLedger):
             held, missing = None, Reason.LEDGER_UNAVAILABLE  # somebody may have taken it in a state that is lost
         if held is not None:
             self._stamps[held_of(held).name] = (held.epoch, held.life)
-        return Branch(
-            chain=record.chain,
-            blocks=b"",
-            block_size=record.block_size,
-            tokens=record.tokens,
-            message_bytes=record.message_bytes,
-            decode=record.decode,
-            prefill=record.prefill,
-            held=held_of(held) if held is not None else None,
-            missing=missing,
-            prompt_tokens=record.prompt_tokens,
-            by_history=record.by_history,
-            number=record.number,
-        )
+        same = {field: getattr(record, field) for field in _SAME}
+        return Branch(blocks=b"", held=held_of(held) if held is not None else None, missing=missing, **same)
 
     # --- what a shared ledger has beyond the rules
 
@@ -129,20 +123,8 @@ class WorkingCopy(MemoryLedger):
         """Files what a turn left that could not take: as if it had taken, and given back, what it goes on from."""
         taken = self.take(key, branch.chain, now, lambda _: None)
         given = self.give_back(key, taken)
-        return (
-            taken.drop
-            + given
-            + self.settle(key, msgspec.structs.replace(taken, held=None, flushes=flushes), branch, now)
-        )
-
-    @property
-    def names(self) -> Sequence[Name]:
-        return self._names
-
-    @property
-    def offset(self) -> float:
-        """The server's time less this router's."""
-        return self._loaded.offset
+        taken = msgspec.structs.replace(taken, held=None, flushes=flushes)
+        return taken.drop + given + self.settle(key, taken, branch, now)
 
     @property
     def filed(self) -> dict[tuple[str, str], Name]:
@@ -159,13 +141,13 @@ class WorkingCopy(MemoryLedger):
         if taken.branch is None:
             return 0, ""
         name = Name.of(taken.forked_from[0] if taken.forked_from else key)
-        return list(self._names).index(name) + 1, field_of(taken.branch.number)
+        return list(self.names).index(name) + 1, field_of(taken.branch.number)
 
     # --- what is written
 
     def changes(self, wanted: tuple[int, str]) -> list[str | bytes | int] | None:
         """The arguments of `redis_scripts.COMMIT`; `None` when nothing has changed."""
-        writes = [self._write(index) for index in range(len(self._names))]
+        writes = [self._write(index) for index in range(len(self.names))]
         if not any(writes):
             return None
         arguments: list[str | bytes | int] = [self._loaded.life]
@@ -176,7 +158,7 @@ class WorkingCopy(MemoryLedger):
         return arguments
 
     def _write(self, index: int) -> list[str | bytes | int] | None:
-        name, (_, before) = self._names[index], self._loaded.records[index]
+        name, (_, before) = self.names[index], self._loaded.records[index]
         conversations = self._records_of(name)
         ends = self._ends_of(name)
         old_ends = sorted(self._ends[index] - ends)
@@ -230,19 +212,7 @@ class WorkingCopy(MemoryLedger):
             epoch, life = self._stamps.get(branch.held.name, (self._loaded.epoch, self._loaded.life))
             one = branch.held
             held = HeldRecord(one.handle, one.decode, one.deadline, one.tokens, epoch, life)
-        return BranchRecord(
-            branch.number,
-            branch.chain,
-            held,
-            branch.missing,
-            branch.by_history,
-            branch.block_size,
-            branch.tokens,
-            branch.prompt_tokens,
-            branch.message_bytes,
-            branch.decode,
-            branch.prefill,
-        )
+        return BranchRecord(held=held, missing=branch.missing, **{field: getattr(branch, field) for field in _SAME})
 
     def _branches_of(self, name: Name) -> list[Branch]:
         return [branch for one in self._named(name) for branch in one.branches]

@@ -125,12 +125,6 @@ def read_params(raw: Raw | bytes | None) -> Params:
     return Params(handle, said.token_ids, said.account)
 
 
-def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...] | None]:
-    """The handle and the generated ids of `read_params`."""
-    params = read_params(raw)
-    return params.handle, params.token_ids
-
-
 def no_handle(raw: Raw | bytes | None) -> str:
     """What `kv_transfer_params` are in which `read_params` finds no handle. Says nothing that a client must not see."""
     if raw is None or bytes(raw) == b"null":

@@ -19,7 +19,7 @@ from .exact_history import AnswerAccumulator
 from .json_members import Members, interned, is_set, read_members, value_of
 from .messages import Messages
 from .responses import Responses
-from .stream import Listeners, Note, StreamFilter, Told
+from .stream import AccountCallback, Listeners, NoteCallback, StreamFilter
 
 
 class Endpoint(enum.StrEnum):
@@ -87,7 +87,7 @@ class Facts(msgspec.Struct, frozen=True):
         return self.endpoint.api
 
     def stream_filter(
-        self, note: Note, account: Told | None = None, accumulator: AnswerAccumulator | None = None
+        self, note: NoteCallback, account: AccountCallback | None = None, accumulator: AnswerAccumulator | None = None
     ) -> StreamFilter:
         """What watches the stream that answers the request."""
         listeners = Listeners(note, account, accumulator, self.wants_usage, self.wants_token_ids)

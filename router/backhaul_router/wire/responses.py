@@ -69,28 +69,12 @@ class Responses(Api):
     positive = ("max_output_tokens",)
     # What one engine keeps, or a history that the router does not see.
     alone = frozenset(
-        {
-            "background",
-            "previous_response_id",
-            "conversation",
-            "previous_input_messages",
-            "prompt",
-            "mm_payload",
-            "return_mm_kwargs",
-        }
+        {"background", "previous_response_id", "conversation", "previous_input_messages", "prompt"}
+        | {"mm_payload", "return_mm_kwargs"}
     )
     not_for_prefill = frozenset(
-        {
-            "stream",
-            "max_output_tokens",
-            "max_tool_calls",
-            "stop",
-            "include_stop_str_in_output",
-            "include",
-            "top_logprobs",
-            "enable_response_messages",
-            "request_id",
-        }
+        {"stream", "max_output_tokens", "max_tool_calls", "stop", "include_stop_str_in_output", "include"}
+        | {"top_logprobs", "enable_response_messages", "request_id"}
     )
     asks_for_ids = "enable_response_messages"
     shows_ids = True
