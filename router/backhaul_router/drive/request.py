@@ -9,7 +9,7 @@ import msgspec
 
 from .. import wire
 from ..identity.hints import NO_HINTS, Hints
-from ..identity.identify import Identity
+from ..identity.ids import Identity
 from ..identity.scope import ConversationScope
 from ..report import Route
 from ..turn.effects import Headers

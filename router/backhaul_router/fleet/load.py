@@ -17,11 +17,11 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 
 from ..wire.engine_pages import Gauges
+from ..wire.json_members import interned
 
 MARGIN_MS = 20.0
 """What is gained by less is noise."""
@@ -62,12 +62,6 @@ class _Home(msgspec.Struct, frozen=True, eq=False, gc=False):
     at: float
 
 
-@lru_cache(maxsize=1024)
-def _shared(engines: tuple[str, ...]) -> tuple[str, ...]:
-    """The same value as ever: there are few, and many conversations."""
-    return engines
-
-
 class Homes:
     """LRU map of the engines that each live conversation ran on last. Bounded by time and number; the oldest go first."""
 
@@ -87,7 +81,7 @@ class Homes:
         if before is None or before.engines != engines:
             self._leave(before.engines if before else ())
             self._counts.update(engines)
-        self._homes[name] = _Home(_shared(engines), now)
+        self._homes[name] = _Home(interned(engines), now)
         self._homes.move_to_end(name)
         if len(self._homes) > _MOST_HOMES:
             self._drop_oldest()

@@ -13,8 +13,6 @@ from . import agent_headers
 from .ids import MAX_ID_BYTES, Identity, fits
 from .response_ids import ResponseIds
 
-__all__ = ["FIELDS", "HEADERS", "MAX_ID_BYTES", "PARENT_HEADER", "Identity", "IdentityError", "identify", "with_parent"]
-
 HEADERS = ("x-conversation-id", "x-session-id")
 PARENT_HEADER = "x-backhaul-parent"
 FIELDS = ("conversation_id", "session_id")

@@ -167,9 +167,8 @@ class Conversations:
         if len(self._tenants) == 1:
             return next(iter(self._tenants))
 
-        def size(
-            tenant: str,
-        ) -> tuple[int, bool]:  # of equal ones not the one that grows: its only one may be the new one
+        def size(tenant: str) -> tuple[int, bool]:
+            # of equal ones not the one that grows: its only one may be the new one
             grows = tenant == growing
             return self._tenants[tenant].count + more * grows, not grows
 

@@ -113,11 +113,6 @@ class RedisLedger:
     def available(self) -> bool:
         return not self._link.down
 
-    @property
-    def down(self) -> bool:
-        """The server did not answer when it was asked last."""
-        return self._link.down
-
     def handles(self) -> tuple[Held, ...]:
         """Those that this router has filed and does not know to be gone."""
         return self._filed.handles()

@@ -160,7 +160,7 @@ def with_body(branch: Branch, body: bytes) -> Branch:
         return branch
     exact = None
     if read.ran is not None and read.said is not None and read.rendering is not None:
-        exact = TokenHistory(_unpacked(read.ran), read.said, read.rendering)
+        exact = TokenHistory(_little_endian(array("I", read.ran)), read.said, read.rendering)
     return msgspec.structs.replace(branch, blocks=read.blocks, exact=exact)
 
 
@@ -201,20 +201,13 @@ def held_of(record: HeldRecord) -> Held:
 
 
 def body_of(branch: Branch) -> Body:
-    if branch.exact is None:
+    if (exact := branch.exact) is None:
         return Body(branch.blocks, None, None, None)
-    return Body(branch.blocks, _packed(branch.exact.ran), branch.exact.said, branch.exact.rendering)
+    return Body(branch.blocks, _little_endian(array("I", exact.ran)).tobytes(), exact.said, exact.rendering)
 
 
-def _packed(ids: array[int]) -> bytes:
-    words = array("I", ids)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
-
-
-def _unpacked(data: bytes) -> array[int]:
-    words = array("I", data)
+def _little_endian(words: array[int]) -> array[int]:
+    """From this machine's byte order, or back to it."""
     if sys.byteorder == "big":
         words.byteswap()
     return words

@@ -38,7 +38,7 @@ _NESTING: Final = ("response", "message")
 _T = TypeVar("_T", bound=Hashable)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def interned(value: _T) -> _T:
     """The same value as ever: what all conversations have in common is kept once."""
     return value

@@ -20,8 +20,6 @@ _CACHE_CONTROL: Final = b'"cache_control"'
 _MARK: Final = rb'"cache_control"\s*:\s*(?:\{[^{}]*\}|null)'
 _MARKS: Final = re.compile(rb",\s*" + _MARK + rb"|" + _MARK + rb"\s*,")
 _TEXT_BLOCKS: Final = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
-
-
 _ERRORS: Final = frozenset({"invalid_request_error", "authentication_error", "rate_limit_error"})
 
 

@@ -32,14 +32,10 @@ class _Item(msgspec.Struct):
     output: str | list[_Part] | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class _Usage(msgspec.Struct):
     input_tokens: int = 0
     output_tokens: int | None = 0
-    input_tokens_details: _Details | None = None
+    input_tokens_details: Details | None = None
 
 
 class _Ran(msgspec.Struct):
@@ -114,8 +110,7 @@ class Responses(Api):
 
     def read_usage(self, raw: Raw) -> Usage:
         usage = _decode_usage(raw)
-        details = usage.input_tokens_details
-        return Usage(usage.input_tokens, usage.output_tokens, Details(details.cached_tokens) if details else None)
+        return Usage(usage.input_tokens, usage.output_tokens, usage.input_tokens_details)
 
     def read_ids(self, members: Members) -> tuple[tuple[int, ...] | None, Raw]:
         try:
