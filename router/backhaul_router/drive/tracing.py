@@ -137,7 +137,7 @@ class _Call:
         self.span.set_status(Status(StatusCode.ERROR, description))
 
 
-class _TurnSpans:
+class _TurnSpans(Spans):
     def __init__(self, tracer: trace.Tracer, turn: Turn, span: Span, *, shows_server: bool) -> None:
         """`shows_server`: on a server's own span `server.address` would be its own."""
         self._shows_server = shows_server

@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from .. import ranks
 from ..errors import LeaseError
 from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
 from ..wire.connector_object import LeaseOperation
-from ..wire.engine_pages import kv_usage_of
+from ..wire.engine_metrics import kv_usage_of, page_of
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases
 
@@ -50,7 +49,7 @@ async def _usage(client: EngineClient, fleet: Fleet, engine: Engine) -> int | No
     """Tokens that are neither free nor prompts of this router's turns: an upper bound, with what those have answered so far,
     and with all that runs for others."""
     answer = await client.call(EngineCall(f"{engine.url}/metrics", timeout_s=_TIMEOUT_S))
-    share = kv_usage_of(ranks.page_of(answer.body.decode(errors="replace"), engine.url))
-    if answer.status != 200 or engine.kv_tokens is None or share is None:
+    usage = kv_usage_of(page_of(answer.body, engine.url))
+    if answer.status != 200 or engine.kv_tokens is None or usage is None:
         return None
-    return max(0, round(share * engine.kv_tokens) - fleet.retention.running(engine.url))
+    return max(0, round(usage * engine.kv_tokens) - fleet.retention.running(engine.url))

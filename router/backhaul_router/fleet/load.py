@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..wire.engine_pages import Gauges
+from ..wire.engine_metrics import Gauges
 from ..wire.json_members import interned
 
 MARGIN_MS = 20.0
