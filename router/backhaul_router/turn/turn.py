@@ -14,7 +14,7 @@ from ..fleet.fleet import Fleet
 from ..fleet.restarts import Fence
 from ..fleet.retention import Reserved
 from ..identity.hints import NO_HINTS, Hints
-from ..identity.identify import Identity
+from ..identity.ids import Identity
 from ..ledger import digests
 from ..ledger.records import Held, Key, Taken
 from ..report import Basis, Reason, Route, View

@@ -18,10 +18,10 @@ from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, join,
 from .sse import EventSplitter, data_of
 from .usage import Usage, noted, read_usage
 
-Count = Callable[[Usage | None], None]
+UsageCallback = Callable[[Usage | None], None]
 """Told the usage when it comes."""
-Told = Callable[[Account | None], None]
-"""Told what an engine that runs our connector says it did, before `Count`."""
+AccountCallback = Callable[[Account | None], None]
+"""Told what an engine that runs our connector says it did, before `UsageCallback`."""
 
 COMMENT: Final = b": backhaul "
 """Begins the comment that has the report, to clients that ask for it."""
@@ -34,10 +34,10 @@ _NAME: Final = re.compile(rb"event: *([\w.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told what of a stream, and what of it the client has asked for."""
+    """Callbacks of one stream: who is told what, and what of it the client has asked for."""
 
-    count: Count
-    account: Told | None = None
+    count: UsageCallback
+    account: AccountCallback | None = None
     accumulator: AnswerAccumulator | None = None
     """Fed with the events, to put the answer together."""
     wants_usage: bool = True
