@@ -390,7 +390,7 @@ class _DirectTurn:
 def _left(answer: bytes) -> wire.Handle:
     """D's handle, in a whole answer or in a stream."""
     if answer.startswith(b"{"):
-        handle, _ = wire.read_handle(_params_of(answer).kv_transfer_params)
+        handle = wire.read_params(_params_of(answer).kv_transfer_params).handle
     else:
         events = StreamFilter(Listeners(lambda _: None))
         events.feed(answer)

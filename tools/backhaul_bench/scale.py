@@ -25,7 +25,7 @@ from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.fleet.engine import Engine, Role
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Branch, Held, Key

@@ -19,7 +19,8 @@ from ..fleet.engine import Engine, Role
 from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
 from ..identity.hints import HintError, checked_pause, read_hints
-from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
+from ..identity.identify import HEADERS, IdentityError, identify, with_parent
+from ..identity.ids import Identity
 from ..identity.scope import parent_of
 from ..ledger import digests
 from ..ledger.protocol import Ledger, arrived

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import ConfigError, Leg
+from ..wire import process_of
 
 SUPPORTED = ((0, 32), (0, 33))
 """vLLM versions (major, minor) whose wire protocol is known: 0.32 is run in the tests, 0.33 was read."""
 
 
 class Role(enum.StrEnum):
+    """Role of an engine."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -27,7 +30,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine, as it described itself."""
+    """Engine, as it described itself."""
 
     url: str
     role: Role
@@ -63,9 +66,6 @@ class Engine:
         return f"{self.role} engine {self.url}"
 
 
-_RANK = re.compile(r"_dp(\d+)$")
-
-
 class Holder(NamedTuple):
     """A process that holds leases."""
 
@@ -77,8 +77,8 @@ class Holder(NamedTuple):
     @classmethod
     def of(cls, decode: str, engine_id: str) -> Holder:
         """The process that made a handle, by the engine id in it."""
-        found = _RANK.search(engine_id) if "_dp" in engine_id else None
-        return cls(decode, found[1] if found else None)
+        process = process_of(engine_id)
+        return cls(decode, engine_id[len(process) + len("_dp") :] or None)
 
 
 def check_version(url: str, version: str) -> None:

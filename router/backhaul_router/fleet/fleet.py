@@ -26,8 +26,8 @@ log = logging.getLogger("backhaul")
 
 
 class Fleet:
-    """The engines, and what changes about them. Methods, those of the parts too, lock where they change something and never
-    await; engines are named to the parts by their URL."""
+    """Registry of the engines, and of what changes about them. Methods, those of the parts too, lock where they change
+    something and never await; engines are named to the parts by their URL."""
 
     def __init__(self, engines: Iterable[Engine], seed: int = 0, retention: Retention | None = None) -> None:
         """Lots are drawn between engines that are equal, by `seed`; with 0 the first one is taken."""

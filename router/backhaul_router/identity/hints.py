@@ -1,4 +1,5 @@
-"""What a caller knows of a conversation's future, and the engines do not: this turn is the last, or a long pause follows.
+"""Hints of a caller, who knows of a conversation's future what the engines do not: this turn is the last, or a long pause
+follows.
 
 A request says so in headers, which never reach the engines. Inside a process the SDK says it through `current`.
 """
@@ -23,6 +24,8 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
 class Hints(msgspec.Struct, frozen=True):
+    """Hints about one conversation's future."""
+
     last_turn: bool = False
     """The turn leaves nothing, and at its end everything that is held for its conversation is released."""
     pause_s: float | None = None

@@ -39,7 +39,7 @@ from ..fleet.fleet import Fleet
 from ..fleet.restarts import Fence
 from ..fleet.retention import Reserved
 from ..identity.hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
-from ..identity.identify import Identity
+from ..identity.ids import Identity
 from ..ledger import digests
 from ..ledger.records import Branch, Held, Key, Taken
 from ..report import Proof, Reason, ReuseReport, Route

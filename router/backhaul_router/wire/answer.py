@@ -1,4 +1,4 @@
-"""Engines' answers: read for the router, and cleaned for the client."""
+"""Decoder of engines' answers, and what of them the client is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ read_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A whole answer of an engine, read."""
+    """Decoded whole answer of an engine."""
 
     members: Members
     params: Params

@@ -27,7 +27,7 @@ Types = Mapping[str, tuple[type, ...]]
 
 
 class History(msgspec.Struct, frozen=True):
-    """What a request says of the conversation so far; fields as in `Facts`."""
+    """Parsed history: what a request says of the conversation so far; fields as in `Facts`."""
 
     messages: tuple[bytes, ...] = ()
     parts: tuple[bytes, ...] = ()

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
+"""Strategy of `/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _CACHE_CONTROL: Final = b'"cache_control"'
 _MARK: Final = rb'"cache_control"\s*:\s*(?:\{[^{}]*\}|null)'
 _MARKS: Final = re.compile(rb",\s*" + _MARK + rb"|" + _MARK + rb"\s*,")
 _TEXT_BLOCKS: Final = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
-
-
 _ERRORS: Final = frozenset({"invalid_request_error", "authentication_error", "rate_limit_error"})
 
 
@@ -58,7 +56,7 @@ _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
 class Messages(Api):
-    """Messages and a system prompt in, one message out."""
+    """Strategy of Anthropic's messages: messages and a system prompt in, one message out."""
 
     types: ClassVar[Types] = {"model": TEXT, "stream": BOOL, "cache_salt": TEXT, "max_tokens": INT}
     limit = "max_tokens"

@@ -18,10 +18,10 @@ from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, join,
 from .sse import EventSplitter, data_of
 from .usage import Usage, read_usage, with_note
 
-Note = Callable[[Usage | None], Mapping[str, object] | None]
+NoteCallback = Callable[[Usage | None], Mapping[str, object] | None]
 """Asked, when the usage comes, for what to put into it (`None`: nothing); it is told the usage."""
-Told = Callable[[Account | None], None]
-"""Told what an engine that runs our connector says it did, before `Note`."""
+AccountCallback = Callable[[Account | None], None]
+"""Told what an engine that runs our connector says it did, before `NoteCallback`."""
 
 _DONE: Final = b"data: [DONE]"
 _QUOTES_HANDLE: Final = "the engine failed (its message is not shown: it quotes a handle)"
@@ -32,10 +32,10 @@ _NAME: Final = re.compile(rb"event: *([\w.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told what of a stream, and what of it the client has asked for."""
+    """Callbacks of one stream: who is told what, and what of it the client has asked for."""
 
-    note: Note
-    account: Told | None = None
+    note: NoteCallback
+    account: AccountCallback | None = None
     accumulator: AnswerAccumulator | None = None
     """Fed with the events, to put the answer together."""
     wants_usage: bool = True

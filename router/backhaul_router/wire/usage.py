@@ -1,4 +1,4 @@
-"""Token counts of an answer, and the router's note among them."""
+"""Token counts of an answer as a value, and the router's note among them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .json_members import decode_members, encode, put_last
 
 
 class Details(msgspec.Struct):
+    """Of the prompt's tokens, those that were found in a cache."""
+
     cached_tokens: int | None = None
 
 
