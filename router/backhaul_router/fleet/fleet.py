@@ -107,11 +107,8 @@ class Fleet:
             return engines[0] if engines else None
 
         def burden(engine: Engine) -> tuple[int, bool, tuple[bool, float, int, float]]:
-            return (
-                self._rank(engine),
-                verifying and not self.capabilities.verifies(engine),
-                self.load.burden(engine.url),
-            )
+            unverified = verifying and not self.capabilities.verifies(engine)
+            return self._rank(engine), unverified, self.load.burden(engine.url)
 
         if home is None:
             return min(engines, key=burden)
@@ -130,9 +127,8 @@ class Fleet:
         return engine if self._may_stay(engine) else None
 
     def _leaves(self, home: Engine, other: Engine, moving_ms: float) -> bool:
-        if self._rank(other) > self._rank(home) or (
-            self.capabilities.verifies(home) and not self.capabilities.verifies(other)
-        ):
+        verifies = self.capabilities.verifies
+        if self._rank(other) > self._rank(home) or (verifies(home) and not verifies(other)):
             return False
         if home.role is Role.DECODE:
             return self.load.leaves_decode(home.url, other.url)

@@ -33,8 +33,6 @@ from ..ledger.deadlines import CalendarQueue
 from ..ledger.records import Branch, Held, Key, Taken
 from .retention_accounts import NOBODY, DecodeAccount, RetainedHandle, deadline_of, place_of
 
-DEFAULT_SHARE = 0.5
-"""Of D's KV cache, where no budget is given."""
 _LEAST_SHARE = 0.25
 """Of the budget, which a router may use whatever others keep there."""
 _DOUBLINGS = 3
@@ -89,7 +87,7 @@ class Retention:
     """Cache budget with eviction: counts, and chooses. Give `take_due` to whoever can drop and release."""
 
     def __init__(self, budget: int | None = None, one_shot_s: float = 60.0) -> None:
-        """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
+        """`budget`: tokens per decode engine; `None` for `retention_accounts.DEFAULT_SHARE` of what each has."""
         self.configure(budget, one_shot_s)
         self._decodes: dict[str, DecodeAccount] = {}
         self._deadlines = CalendarQueue(deadline_of)
@@ -141,10 +139,8 @@ class Retention:
 
     def budget(self, decode: str) -> int | None:
         """`None` where there is none: it is not configured, and the engine does not say how much it has."""
-        if self._given_budget is not None:
-            return self._given_budget
         account = self._decodes.get(decode)
-        return None if account is None or account.capacity is None else int(account.capacity * DEFAULT_SHARE)
+        return self._given_budget if account is None else account.budget(self._given_budget)
 
     def free(self, decode: str) -> int | None:
         """Tokens that nothing is expected to use: below 0 where turns wait for others. `None` where the engine does not say how
@@ -379,10 +375,7 @@ class Retention:
     def _keep_to_limits(self, account: DecodeAccount, *, with_turn: bool = False) -> tuple[Victim, ...]:
         over = account.in_use - account.capacity if account.capacity is not None else 0.0
         cause = Cause.ROOM if over > 0 else Cause.BUDGET
-        budget = self._given_budget
-        if budget is None and account.capacity is not None:
-            budget = int(account.capacity * DEFAULT_SHARE)
-        if budget is not None:
+        if (budget := account.budget(self._given_budget)) is not None:
             over = max(over, account.own - max(budget - account.others, budget * _LEAST_SHARE))
         return self._give_up(account, over / account.scale, cause, with_turn) if over > 0 else ()
 

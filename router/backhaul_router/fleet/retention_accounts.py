@@ -7,6 +7,8 @@ import msgspec
 from ..ledger.deadlines import CalendarQueue
 from ..ledger.records import Held, Key
 
+DEFAULT_SHARE = 0.5
+"""Of D's KV cache, where no budget is given."""
 NOBODY = Key("", "", "", "")
 
 
@@ -66,7 +68,7 @@ class DecodeAccount:
         self.scale = 1.0
         """What the engine really keeps for us, of what our handles add up to."""
         self.others = 0
-        """RetainedHandle for others, as far as is known."""
+        """Kept for others, as far as is known."""
         self.handles: dict[str, RetainedHandle] = {}
         """By request id."""
         self.order = CalendarQueue(_awaited)
@@ -80,6 +82,10 @@ class DecodeAccount:
     @property
     def empty(self) -> bool:
         return not (self.handles or self.prompts or self.answers)
+
+    def budget(self, given: int | None) -> int | None:
+        """Tokens that may be kept: those that are configured (`given`), else a share of the capacity, where it is known."""
+        return given if given is not None or self.capacity is None else int(self.capacity * DEFAULT_SHARE)
 
     @property
     def own(self) -> float:

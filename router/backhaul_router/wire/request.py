@@ -14,7 +14,7 @@ import msgspec
 
 from .chat import Chat
 from .completions import Completions
-from .endpoint import Api, wanted
+from .endpoint import Api
 from .exact_history import AnswerAccumulator
 from .json_members import Members, interned, is_set, read_members, value_of
 from .messages import Messages
@@ -135,7 +135,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         stream=bool(known.get("stream")),
         # The engine takes 1 and "true" for true as well, and says so where it takes a value for neither.
         wants_usage=api.reports_usage or options.get("include_usage") not in (None, False),
-        wants_token_ids=wanted(members, api.asks_for_ids),
+        wants_token_ids=api.asks_for_ids is not None and is_set(members.get(api.asks_for_ids)),
         cache_salt=known.get("cache_salt") or "",
         messages=history.messages,
         parts=history.parts,
