@@ -14,17 +14,10 @@ import msgspec
 import pytest
 from backhaul_connector import lease_channel
 from backhaul_connector.claims import WORKERS_PER_HOLDER, Claim, Claims, Target
-from backhaul_connector.lease_channel import (
-    LONGEST_FRAME,
-    Answer,
-    BrokenChannel,
-    Decline,
-    Done,
-    LeaseClient,
-    LeaseServer,
-)
-from backhaul_connector.lease_channel import Claim as ClaimMessage
+from backhaul_connector.lease_channel import BrokenChannel, LeaseClient, LeaseServer
 from backhaul_connector.lease_table import LeaseTable
+from backhaul_protocol.lease_channel import LONGEST_FRAME, Answer, Decline, Done
+from backhaul_protocol.lease_channel import Claim as ClaimMessage
 
 HOST = "127.0.0.1"
 HASH = b"h" * 32
@@ -102,9 +95,9 @@ def test_a_claim_is_answered_with_the_holders_blocks(
 ) -> None:
     answer = client.ask(HOST, server.port, message(table))
     assert answer == Answer(ok=True, block_ids=[[4, 5]], tokens=32, peer=PEER)
-    assert table.listed()[0]["holds"] == 1
+    assert table.listed()[0].holds == 1
     assert client.ask(HOST, server.port, Done("shared", "c1", read=True)) == Answer(ok=True)
-    assert table.listed()[0]["holds"] == 0
+    assert table.listed()[0].holds == 0
     assert client.ask(HOST, server.port, Decline("single")) == Answer(ok=True)
     assert table.sweep() == {"single"}
 
@@ -221,7 +214,7 @@ def test_a_claim_that_is_no_longer_wanted_is_given_back(
     claims.done(claim, read=False)
     answers.set()
     assert settled(claim).ok
-    eventually(lambda: table.listed()[0]["holds"] == 0)
+    eventually(lambda: table.listed()[0].holds == 0)
 
 
 def test_only_a_lease_kept_for_one_reader_is_declined(server: LeaseServer, table: LeaseTable, claims: Claims) -> None:

@@ -18,11 +18,12 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = {init.parent.name: init.parent for init in ROOT.glob("*/backhaul*/__init__.py")}
 
 MAY_IMPORT = {
-    "backhaul_router": set(),
+    "backhaul_protocol": set(),
+    "backhaul_router": {"backhaul_protocol"},
     "backhaul": {"backhaul_router"},
     "backhaul_langchain": {"backhaul", "backhaul_router"},
-    "backhaul_connector": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
-    "backhaul_loopback": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
+    "backhaul_connector": {"backhaul_protocol"},
+    "backhaul_loopback": {"backhaul_protocol", "backhaul_connector"},
 }
 """Imports run one way: integrations, sdk, router. What runs inside vLLM needs only the wire's words."""
 

@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY
+from backhaul_protocol.account import Account
+from backhaul_protocol.leases import LeaseOperation
+from backhaul_protocol.messages import Ask
 
 from .. import wire
 from ..errors import FailureKind
 from ..fleet.fleet import Engine
 from ..fleet.restarts import is_fixed
-from ..wire import connector_object
-from ..wire.connector_object import Ask, LeaseOperation
+from ..wire.connector_object import asking, keeps_waiting
 from .client import EngineCall, EngineClient, EngineFailure
 
 _RELEASE_TIMEOUT_S = 5.0
@@ -112,7 +115,7 @@ class _Left:
     """What an engine's answer says."""
 
     handle: wire.Handle | None
-    account: connector_object.Account | None
+    account: Account | None
     usage: wire.Usage | None
     generated: Sequence[int]
     no_handle: str = ""
@@ -194,7 +197,7 @@ class _Exchange:
             hangs = outcome.verdict is Verdict.HANGS
             raise _Outcome(Verdict.HANGS if hangs else Verdict.READ_FAILS, outcome.detail) from None
         shared = handle.lease is not None and handle.lease.shared
-        if not shared and not (left.account is not None and connector_object.keeps_waiting(left.account)):
+        if not shared and not (left.account is not None and keeps_waiting(left.account)):
             self.pinned.remove((self.decode, handle))  # read once, or declined: either way P has told D
         if left.handle is not None:
             self.pinned.append((self.prefill, left.handle))
@@ -209,7 +212,7 @@ class _Exchange:
     @staticmethod
     def _pulled(left: _Left) -> tuple[int | None, str | None]:
         if left.account is not None:
-            return left.account.pulled, left.account.why
+            return left.account.pulled, left.account.why or left.account.unknown_why
         if left.handle is not None and left.handle.cached is not None:
             return left.handle.cached, None
         return (left.usage.cached if left.usage else None), None
@@ -226,7 +229,7 @@ class _Exchange:
             params |= {"do_remote_prefill": True, "do_remote_decode": False}
         if self.decode.connector is not None:
             ask = Ask(retain=retain, shared=self.prefill.connector is not None)
-            params[connector_object.KEY] = connector_object.asking(ask, handle.passed_on if handle else None)
+            params[KEY] = asking(ask, handle.passed_on if handle else None)
         body = {**self._body(self.decode, self.ids, salt, 2), "return_token_ids": True, wire.HANDLE: params}
         return await self._ask(self.decode, body, Verdict.DECODE_FAILS)
 

@@ -7,10 +7,11 @@ import logging
 import re
 from collections.abc import Iterable
 
+from backhaul_protocol.leases import LeaseOperation
+
 from .. import ranks
 from ..errors import LeaseError
 from ..fleet.fleet import Engine, Fleet
-from ..wire.connector_object import LeaseOperation
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases
 

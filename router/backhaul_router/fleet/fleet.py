@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from backhaul_protocol import VERSION
+from backhaul_protocol.account import Account
 
 from ..errors import ConfigError, FailureKind, Leg
 from ..report import ReuseReport, Route
 from ..wire import process_of
-from ..wire.connector_object import Account
 from .breakers import Breakers, BreakerState, Where, Who
 from .costs import Costs
 from .load import Gauges, Load
@@ -245,7 +246,7 @@ class Counters:
     unreachable_pins: int = 0
     """Streamed turns whose handle the engine kept to itself: D pins their blocks until the TTL."""
     proof_faults: int = 0
-    """An engine ran other ids than those it was sent, or did not check a handle; nothing of such a turn is kept."""
+    """An engine ran other ids than those it was sent, did not check a handle, or said what the protocol has not."""
     prompts_computed_twice: int = 0
     """A decode engine of ours computed a prompt that P had computed, because it could not read P's blocks."""
     prompts_differed: int = 0
@@ -273,6 +274,7 @@ class Fleet:
         self.ignores_ids = False
         """An engine ran other ids than it was sent: token ids prove nothing in this fleet."""
         self._undigested: frozenset[str] = frozenset()
+        self._misunderstood: set[str] = set()
         self._unsafe: dict[tuple[str, str], str] = {}
         self._safe: set[tuple[str, str]] = set()
         self._to_release: dict[Holder, list[str]] = {}
@@ -504,6 +506,21 @@ class Fleet:
         with self._lock:
             self._undigested |= {prefill.url}
             self.counters.proof_faults += 1
+
+    def note_misunderstood(self, engine: Engine, what: str) -> None:
+        """What the engine's connector says is not in this release's protocol. Told once of each engine."""
+        with self._lock:
+            self.counters.proof_faults += 1
+            first = engine.url not in self._misunderstood
+            self._misunderstood.add(engine.url)
+        if first:
+            log.error(
+                "%s speaks version %d of the connector's protocol, but not as this router does (%s): run router and engines with "
+                "the same release of Backhaul.",
+                engine,
+                VERSION,
+                what,
+            )
 
     def release_later(self, holder: Holder, leases: Iterable[str]) -> None:
         """Leases on a decode engine of ours that nobody needs any more. What is sent to it next takes them along."""

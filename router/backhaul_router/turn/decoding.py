@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
+from backhaul_protocol.messages import Ask
 
 from .. import wire
 from ..errors import FailureKind, Leg
 from ..fleet.fleet import Holder
 from ..report import Reason
-from ..wire.connector_object import Ask
 from ..wire.exact_history import Listening, said_in
 from ..wire.stream import StreamFilter, stream_filter
 from .effects import (
@@ -186,6 +186,7 @@ class Collecting(msgspec.Struct, frozen=True):
             turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts, answer.members, note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
+            turn.misread(placement.decode, error)
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return turn.refuse(placement, 502, message, Leg.DECODE, now)
         settled = turn.settle(placement, answer.params.handle, answer.generated, ran, now)
@@ -241,6 +242,7 @@ class Relaying(msgspec.Struct, frozen=True):
         try:
             passed = stream.feed(data)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
+            turn.misread(placement.decode, error)
             message = f"{placement.decode} sent an event that cannot be read: {error}"
             return self._broke(FailureKind.BROKEN, message, now)
         if not stream.events:

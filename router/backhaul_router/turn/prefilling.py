@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
+from backhaul_protocol.account import Account
+from backhaul_protocol.why import Why
 
 from .. import wire
 from ..errors import FailureKind, Leg
 from ..fleet.fleet import Engine
 from ..report import Proof, Reason, Route
-from ..wire.connector_object import VOID, Account, keeps_waiting, reason_of
+from ..wire.connector_object import VOID, keeps_waiting, reason_of
 from .effects import (
     Answered,
     Call,
@@ -83,6 +85,7 @@ class Prefilling(msgspec.Struct, frozen=True):
         try:
             params, usage = wire.read_left(turn.facts.endpoint, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
+            turn.misread(self.engine, error)
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return turn.refuse(self.placement, 502, message, Leg.PREFILL, now)
         handle = params.handle
@@ -124,11 +127,11 @@ class Prefilling(msgspec.Struct, frozen=True):
             return self.placement
         if account is None:
             return self.placement if self._may_have_read() else self._cold(Reason.READ_FAILED)
-        if account.pulled or account.why in (None, "local_hit"):
+        if account.pulled or account.why is Why.LOCAL_HIT or (account.why is None and account.unknown_why is None):
             return self.placement
-        if account.why == "below_threshold" and account.verified and account.local:
+        if account.why is Why.BELOW_THRESHOLD and account.verified and account.local:
             return self.placement  # its own cache had all but a few tokens
-        reason = reason_of(account.why)
+        reason = reason_of(account)
         if reason in VOID:
             self.turn.void = reason
         return self._cold(reason)

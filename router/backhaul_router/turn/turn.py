@@ -29,6 +29,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from backhaul_protocol.account import Account
+from backhaul_protocol.messages import Ask
+from backhaul_protocol.why import Why
 
 from .. import wire
 from ..config import RouterConfig
@@ -42,7 +45,7 @@ from ..identity.identify import Identity
 from ..ledger import digests
 from ..ledger.records import Branch, Held, Key, Taken
 from ..report import Proof, Reason, ReuseReport, Route
-from ..wire.connector_object import Account, Ask
+from ..wire.connector_object import Misunderstood
 from ..wire.exact_history import Kept, Said, said, splice
 from .decoding import Decoding
 from .effects import (
@@ -665,6 +668,8 @@ class Turn:
         """What an engine of ours says it did with its leg; it goes before what was planned. D was `given` P's handle."""
         if account is None:
             return
+        if account.unknown_why is not None:
+            self.fleet.note_misunderstood(engine, f"why={account.unknown_why!r}")
         is_prefill = engine.role is Role.PREFILL
         if is_prefill:
             self.fleet.note_account(engine, account)
@@ -679,7 +684,7 @@ class Turn:
             }
         else:
             self.draft["decode_cached"] = account.local
-            if account.why == "prompt_differs":
+            if account.why is Why.PROMPT_DIFFERS:
                 self.fleet.count_prompt_differed()
             elif given is not None and account.received == 0 and (account.computed or 0) >= (engine.block_size or 1):
                 self.fleet.note_computed_twice(engine)
@@ -687,6 +692,11 @@ class Turn:
             cached = (account.local or 0) + (account.pulled or 0)
             self.draft |= {"prompt": account.prompt, "cached": cached, "computed": account.prompt - cached}
             self.accounted = True
+
+    def misread(self, engine: Engine, error: Exception) -> None:
+        """What an engine sent cannot be read."""
+        if isinstance(error, Misunderstood):
+            self.fleet.note_misunderstood(engine, str(error))
 
     def count_answer(self, placement: Placement, usage: wire.Usage | None) -> Mapping[str, object] | None:
         """D's token counts. Returns what the answer's `usage` says of the turn: to clients that named a conversation, and

@@ -15,12 +15,15 @@ from hashlib import blake2b
 from typing import Any, Final, TypeVar
 
 import msgspec
+from backhaul_protocol import KEY
+from backhaul_protocol.account import Account
+from backhaul_protocol.leases import Lease
+from backhaul_protocol.messages import Ask
 from msgspec import Raw
 
 from . import connector_object
 from .chat import Chat
 from .completions import Completions
-from .connector_object import Account, Ask, Lease
 from .endpoint import NO_IDS, Api, Usage, usage_of, wanted
 from .json_members import (
     FALSE,
@@ -86,9 +89,6 @@ __all__ = [
     "with_note",
     "without_handles",
 ]
-
-EXTENSION = connector_object.KEY
-"""Key of the versioned object that our plugin and our connector put into a handle."""
 
 
 class Endpoint(enum.StrEnum):
@@ -342,7 +342,7 @@ def decode_body(
         params["do_remote_decode"] = FALSE
     _put_ids(facts, members, params, token_ids)
     if ask is not None:
-        params[EXTENSION] = connector_object.asking(ask, passed_on)
+        params[KEY] = connector_object.asking(ask, passed_on)
     if params or ids_back:
         members[HANDLE] = Raw(join(params))
     return join(members)
@@ -469,7 +469,7 @@ def read_params(raw: Raw | bytes | None) -> Params:
     said = connector_object.NOTHING
     if params.backhaul is not msgspec.UNSET:
         said = connector_object.read(params.backhaul)
-        kept = without(kept, EXTENSION, params.backhaul)
+        kept = without(kept, KEY, params.backhaul)
     nothing = Params(None, said.token_ids, said.account)
     groups = params.remote_block_ids or ()
     blocks = sum(map(len, groups))
@@ -522,7 +522,7 @@ def whole_handle(handle: Handle) -> Members:
     members = decode_members(handle.params)
     members["remote_num_tokens"] = _NO_TOKENS
     if handle.passed_on is not None:
-        members[EXTENSION] = Raw(handle.passed_on)
+        members[KEY] = Raw(handle.passed_on)
     return members
 
 
@@ -535,7 +535,7 @@ def cut_handle(handle: Handle, blocks: int, block_size: int, *, to_ours: bool = 
     members["remote_block_ids"] = Raw(encode([group[:blocks] for group in groups]))
     members["remote_num_tokens"] = Raw(encode(blocks * block_size))
     if to_ours:
-        members[EXTENSION] = connector_object.PROVEN_BY_TOKENS
+        members[KEY] = connector_object.PROVEN_BY_TOKENS
     return members
 
 
@@ -603,7 +603,7 @@ def client_answer(facts: Facts, members: Members, note: Mapping[str, object] | N
     return join(out)
 
 
-_NAMES_US: Final = f'"{EXTENSION}"'.encode()
+_NAMES_US: Final = f'"{KEY}"'.encode()
 
 
 def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
@@ -611,8 +611,8 @@ def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
     if bytes(usage) == b"null":
         return bytes(usage)
     if b'"' not in bytes(usage) or _NAMES_US in bytes(usage):
-        return encode({**decode_members(usage), EXTENSION: note})
-    return put_last(bytes(usage), EXTENSION, encode(note))
+        return encode({**decode_members(usage), KEY: note})
+    return put_last(bytes(usage), KEY, encode(note))
 
 
 def disowns_model(body: bytes) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Final
 
 import msgspec
+from backhaul_protocol.account import Account
 from msgspec import Raw
 
 from .. import wire
 from ..errors import error_event
-from .connector_object import Account
 from .endpoint import usage_of
 from .exact_history import Listening, Said
 from .json_members import NULL, Members
