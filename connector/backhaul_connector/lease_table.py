@@ -201,6 +201,11 @@ class LeaseTable:
         """Whether there is anything that the workers have to be told."""
         return bool(self._to_end or self._to_keep) or self._clock() >= self._next_check
 
+    @property
+    def next_check(self) -> float | None:
+        """When `sweep` has something to do by itself, on the table's clock; `None` for never."""
+        return None if self._next_check == float("inf") else self._next_check
+
     def forget(self, lease_id: str) -> None:
         """The workers have let go of a lease: because it had ended, or because a stock engine has read it."""
         with self._lock:
