@@ -22,7 +22,7 @@ from backhaul_protocol import lease_channel as wire
 from backhaul_protocol.lease_channel import Answer, Decline, Done, Message
 from backhaul_protocol.why import Why
 
-from .lease_channel import BrokenChannel, LeaseClient
+from .lease_channel import BrokenChannel, LeaseClient, WrongAnswer
 
 WORKERS = 64
 WORKERS_PER_HOLDER = 4
@@ -107,6 +107,7 @@ class Claims:
         self._client = LeaseClient(timeout_s)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="backhaul-claims")
         self._lines: dict[tuple[str, int], _Line] = {}
+        self._misunderstood: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -148,12 +149,28 @@ class Claims:
             return None
         try:
             return self._client.ask(target.host, target.port, message)
+        except WrongAnswer as error:
+            self._misunderstand(target, error)
+            return Answer(ok=False, why=Why.MALFORMED)
         except BrokenChannel as error:
             logger.warning("Backhaul: the holder of lease %s gave no answer: %s", target.lease, error)
         except Exception:
             logger.exception("Backhaul: the holder of lease %s could not be asked", target.lease)
         line.broke = time.monotonic()
         return None
+
+    def _misunderstand(self, target: Target, error: WrongAnswer) -> None:
+        """Told once of each holder."""
+        with self._lock:
+            first = (target.host, target.port) not in self._misunderstood
+            self._misunderstood.add((target.host, target.port))
+        if first:
+            logger.error(
+                "Backhaul: the holder of lease %s answers in words that this release does not know: run all engines with the"
+                " same release. What it holds is computed: %s",
+                target.lease,
+                error,
+            )
 
     def _submit(self, target: Target, task: Callable[[_Line], object]) -> None:
         address = target.host, target.port

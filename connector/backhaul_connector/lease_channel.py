@@ -40,7 +40,11 @@ logger = logging.getLogger("vllm.backhaul_connector.leases")
 
 
 class BrokenChannel(Exception):
-    """The other side is gone, too slow, or speaks something else."""
+    """The other side is gone, too slow, or sends what is no message."""
+
+
+class WrongAnswer(BrokenChannel):
+    """A message that this release does not know: the other side runs another one."""
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------
@@ -214,10 +218,11 @@ class LeaseClient:
             if body is None:
                 raise BrokenChannel("hung up")
             got = decode_answer(body)
+        except msgspec.ValidationError as error:
+            self._drop(connection)
+            raise WrongAnswer(f"{address[0]}:{address[1]}: {error}") from None
         except (OSError, UnicodeEncodeError, msgspec.DecodeError, BrokenChannel) as error:
-            with self._lock:
-                self._busy.discard(connection)
-            connection.close()
+            self._drop(connection)
             raise BrokenChannel(f"{address[0]}:{address[1]}: {error}") from None
         with self._lock:
             self._busy.discard(connection)
@@ -225,6 +230,11 @@ class LeaseClient:
         for one in stale:
             one.close()
         return got
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
 
     def _keep(self, connection: socket.socket, address: tuple[str, int]) -> list[socket.socket]:
         """Keeps a connection; those that are kept no longer."""

@@ -1,4 +1,4 @@
-"""What an engine counts: vLLM's own NIXL numbers and ours, in one object that travels from workers and scheduler to /metrics."""
+"""Metrics of an engine: vLLM's own NIXL numbers and ours, in one object that travels from workers and scheduler to /metrics."""
 
 from __future__ import annotations
 

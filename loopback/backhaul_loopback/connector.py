@@ -1,4 +1,4 @@
-"""What the engine does when it runs Backhaul's connector: the decisions about one request after the other.
+"""Policy of an engine that runs Backhaul's connector: the decisions about one request after the other.
 
 P locates the common part of a handle and its prompt by what D published, claims it from D, and reads it only if D says
 that these blocks hold exactly that. D keeps leases and answers claims. Whatever cannot be read is computed.

@@ -1,4 +1,4 @@
-"""The connector's own series on an engine's `/metrics`, beside vLLM's."""
+"""Metrics: the connector's own series on an engine's `/metrics`, beside vLLM's."""
 
 from __future__ import annotations
 

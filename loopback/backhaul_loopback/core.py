@@ -1,7 +1,7 @@
-"""The engine core: admits sequences, reads and computes their KV, generates, and decides what stays held afterwards.
+"""Scheduler and executor (vLLM's engine core): admits sequences, gets their KV, generates, decides what stays held then.
 
 Names follow vLLM's scheduler. One sequence is one call of `run`; sequences share the blocks, the prefix cache and
-the leases, and nothing awaits between looking at those and changing them.
+the pins and leases, and nothing awaits between looking at those and changing them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EngineCore:
         return self.clock.now()
 
     def read_blocks(self, request_id: str, block_ids: Sequence[int]) -> list[list[int]]:
-        """What the blocks hold. Without a live lease they may be anyone's: their owner's KV is never shown then."""
+        """What the blocks hold. Without a pin or lease they may be anyone's: their owner's KV is never shown then."""
         self.reap()
         if self.faults.drop_reads > 0:
             self.faults.drop_reads -= 1
@@ -142,7 +142,7 @@ class EngineCore:
         self._reader.let_go(params)
 
     def reap(self) -> None:
-        """Ends the leases whose time is up."""
+        """Ends the pins and leases whose time is up."""
         for request_id in self.pins.expired(self.clock.now()):
             self.metrics.nixl_num_kv_expired_reqs += 1
             self._release(self.pins.end(request_id) or ())
@@ -150,19 +150,19 @@ class EngineCore:
             self.connector.leases.reap()
 
     def forget_lease(self, request_id: str | None = None) -> None:
-        """Frees a lease (every lease for `None`) as if it had never been, as a bug in the engine would."""
+        """Frees a request's pin and lease (all for `None`) without anyone having been told, as a bug in the engine would."""
         for known in [request_id] if request_id is not None else list(self.pins):
             self._release(self.pins.end(known) or ())
         if self.connector is not None:
             self.connector.leases.forget(request_id)
 
     def lease_ids(self) -> list[str]:
-        """Of the leases that can be read or end by themselves, P's and D's, oldest first."""
+        """The requests whose blocks are pinned or leased, oldest first."""
         self.reap()
         return [*self.pins, *(self.connector.leases if self.connector is not None else ())]
 
     def pinned_blocks(self) -> int:
-        """Blocks that leases hold, each counted once."""
+        """Blocks of pins and leases, each counted once."""
         self.reap()
         more = self.connector.leases.block_ids if self.connector is not None else set()
         return len(self.pins.block_ids | more)
@@ -356,7 +356,7 @@ class EngineCore:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _finish(self, seq: Seq) -> Params | None:
-        """Releases or leases the sequence's blocks, and makes the handle (`request_finished`)."""
+        """Releases, pins or leases the sequence's blocks, and makes the handle (`request_finished`)."""
         params, config = seq.params, self.config
         kept = -(-seq.num_computed // self.block_size)
         self._release(seq.blocks[kept:])

@@ -1,4 +1,4 @@
-"""What the connector knows about one request: what was offered, proven and read, and why it was not more."""
+"""Per-request state: what the connector knows about one request: what was offered, proven and read, and why it was not more."""
 
 from __future__ import annotations
 

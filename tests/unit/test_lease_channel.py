@@ -18,6 +18,7 @@ from backhaul_connector.lease_channel import BrokenChannel, LeaseClient, LeaseSe
 from backhaul_connector.lease_table import LeaseTable
 from backhaul_protocol.lease_channel import LONGEST_FRAME, Answer, Decline, Done
 from backhaul_protocol.lease_channel import Claim as ClaimMessage
+from backhaul_protocol.why import Why
 
 HOST = "127.0.0.1"
 HASH = b"h" * 32
@@ -187,6 +188,24 @@ def test_closing_frees_whoever_waits(table: LeaseTable) -> None:
         client.close()
         assert failed.wait(LIMIT_S)
         thread.join()
+
+
+def test_a_reason_of_another_release_is_told_once_and_costs_a_read_each_time(
+    table: LeaseTable, claims: Claims, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Newer(LeaseServer):
+        def reply(self, message: object) -> Any:
+            return {"ok": False, "why": "a word of tomorrow"}
+
+    newer = Newer(HOST, 0, table, lambda: PEER)
+    try:
+        for _ in range(2):
+            assert settled(claims.claim(target(newer, table), 2, HASH)).why is Why.MALFORMED
+    finally:
+        newer.stop()
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "tomorrow" in line.getMessage()
+    assert str(newer.port) in line.getMessage()
 
 
 def test_a_claim_settles_in_the_background(server: LeaseServer, table: LeaseTable, claims: Claims) -> None:
