@@ -77,7 +77,7 @@ async def test_prefill_and_decode_the_wrong_way_round_give_right_answers_all_the
     async with run_cluster(p={"prefix_caching": False}) as cluster:
         cluster.prefill, cluster.decode = cluster.decode, cluster.prefill
         urls = {"prefill": (cluster.p.url,), "decode": (cluster.d.url,)}
-        cluster.router.config = RouterConfig(**urls, local_max_tokens=0, check_pairs=False)
+        cluster.router.reconfigure(RouterConfig(**urls, local_max_tokens=0, check_pairs=False))
         history = await first_turn(cluster)
         assert (await cluster.exact({"messages": history})).reused.route is Route.WARM
 

@@ -355,7 +355,7 @@ async def test_a_conversation_can_be_renewed_past_its_lease() -> None:
         assert 280 < left <= 290
         (lease,) = (await kept(cluster)).leases
         assert 290 < lease.remaining_s <= 300
-        cluster.router.clock = lambda: time.monotonic() + 200
+        cluster.router.services.clock = lambda: time.monotonic() + 200
         assert (await cluster.exact({"messages": messages})).reused.route is Route.WARM
 
 

@@ -125,7 +125,7 @@ async def test_what_waits_for_a_ride_is_left_to_whoever_takes_it() -> None:
     kept.leases.end([leased("a")], ride=True)
     assert kept.tasks == []
     assert kept.fleet.to_release(Holder(D1)) == ("a",)
-    kept.leases.hurry()
+    kept.leases.end_waiting()
     await kept.done()
     assert kept.client.calls == []
 
@@ -133,7 +133,7 @@ async def test_what_waits_for_a_ride_is_left_to_whoever_takes_it() -> None:
 async def test_what_waits_for_a_ride_can_be_hurried() -> None:
     kept = Kept()
     kept.leases.end([leased("a")], ride=True)
-    kept.leases.hurry()
+    kept.leases.end_waiting()
     await kept.done()
     assert kept.client.asked == [(D1, {}, {"release": ["a"]})]
 

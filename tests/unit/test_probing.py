@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineClient
-from backhaul_router.engines.recovery import Prober
+from backhaul_router.engines.recovery import RecoveryProbes
 from backhaul_router.errors import FailureKind
 from backhaul_router.fleet.breakers import Who
 from backhaul_router.fleet.fleet import Fleet
@@ -39,12 +39,12 @@ async def test_the_id_in_its_answer_tells_whether_it_is_the_same_process(engine_
     async def release(action: Release) -> None:
         done.append(action)
 
-    prober = Prober(cast("EngineClient", Client(engine_id)), fleet, release, done.append)
-    prober.look()
+    probes = RecoveryProbes(cast("EngineClient", Client(engine_id)), fleet, release, done.append)
+    probes.start()
     async with asyncio.timeout(20):
         while fleet.breaker.open_legs():
             await asyncio.sleep(0.01)
-    await prober.aclose()
+    await probes.aclose()
     assert not fleet.processes.in_doubt(D1, engine_id)
     assert [one for one in done if isinstance(one, DropEngine)] == ([DropEngine(D1, ENGINE_ID)] * (engine_id == OTHER))
     assert sum(isinstance(one, Release) for one in done) == 1

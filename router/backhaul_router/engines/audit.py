@@ -1,4 +1,4 @@
-"""What prefill engines told the router that they reused, against what they count themselves."""
+"""Reconciliation: what prefill engines told the router that they reused, against what they count themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class AuditLine:
-    """One counter of one prefill engine. Counts are tokens since the router connected, or found the engine restarted."""
+    """Reconciliation of one counter of one prefill engine. Counts are tokens since the router connected, or found the
+    engine restarted."""
 
     engine: str
     counter: str

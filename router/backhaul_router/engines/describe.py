@@ -1,4 +1,4 @@
-"""Asking engines what they are, before the first turn runs on them."""
+"""Discovery: engines are asked what they are, before the first turn runs on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .client import EngineAnswer, EngineCall, EngineClient, EngineFailure
 
 
 class Unreachable(Exception):
-    """An engine does not answer; the message says how."""
+    """Error: an engine does not answer; the message says how."""
 
 
 async def describe(client: EngineClient, url: str, role: Role, timeout_s: float = 30.0) -> Engine:

@@ -1,8 +1,9 @@
-"""What engines keep for the router, and how it is given back.
+"""Lease client: what engines keep for the router is renewed, listed and given back.
 
-A decode engine that runs our connector is told by name (`LeaseOperation`), in batches: a lease that a turn has superseded
-waits a moment for the next request to that engine, which takes it along (`Fleet.to_release`), and is else sent by itself.
-A stock engine is told by way of one of the other role, which is made to reject a request that carries the handle.
+A lease is a decode engine's promise to keep a handle's blocks until a time. One that runs our connector is told by name
+(`LeaseOperation`), in batches: a lease that a turn has superseded waits a moment for the next request to that engine, which takes
+it along (`Fleet.to_release`), and is else sent by itself. A stock engine makes no such promise: it is
+told by way of one of the other role, which is made to reject a request that carries the handle.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLeases:
-    """The leases of one decode engine, over all of its data-parallel ranks."""
+    """Listing of the leases of one decode engine, over all of its data-parallel ranks."""
 
     decode: str
     count: int = 0
@@ -50,7 +51,7 @@ class EngineLeases:
 
 @dataclass(frozen=True)
 class Renewal:
-    """What came of renewing leases."""
+    """Outcome of renewing leases."""
 
     remaining: Mapping[tuple[str, str], float]
     """Seconds by `Held.name`, of those whose engines did it; 0 where it does not know the lease any more."""
@@ -59,7 +60,7 @@ class Renewal:
 
 
 class Leases:
-    """Ends, renews and lists leases. Failures to end one are counted and logged: it ends with its TTL."""
+    """Lease client: ends, renews and lists. Failures to end one are counted and logged: it ends with its TTL."""
 
     def __init__(self, client: EngineClient, fleet: Fleet, spawn: Spawn) -> None:
         self._client = client
@@ -89,9 +90,9 @@ class Leases:
         waiting = self._waiting.setdefault(loop, set())
         if holder not in waiting:
             waiting.add(holder)
-            loop.call_later(_RIDE_S, self._end_waiting, waiting, holder)
+            loop.call_later(_RIDE_S, self._end_after_wait, waiting, holder)
 
-    def _end_waiting(self, waiting: set[Holder], holder: Holder) -> None:
+    def _end_after_wait(self, waiting: set[Holder], holder: Holder) -> None:
         waiting.discard(holder)
         self._end_due(holder)
 
@@ -106,7 +107,7 @@ class Leases:
         self._fleet.release_later(lease.holder, [lease.id])
         self._end_due(lease.holder)
 
-    def hurry(self) -> None:
+    def end_waiting(self) -> None:
         """Sends what is waiting for a request to take it along."""
         for holder in self._fleet.releasing:
             self._end_due(holder)

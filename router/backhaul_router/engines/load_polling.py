@@ -1,4 +1,4 @@
-"""Asking engines in the background what they have to do, while turns come: a router that is idle asks nothing.
+"""Polling of load: engines are asked in the background what they have to do, while turns come. An idle router asks nothing.
 
 Only where a role has several engines, since only there is something to choose. No turn waits for it.
 """
@@ -21,7 +21,7 @@ _STALE = 5
 
 
 class LoadPolling:
-    """May be used from several event loops; whichever has a turn when it is due asks."""
+    """Poller of one fleet. May be used from several event loops; whichever has a turn when it is due asks."""
 
     def __init__(self, client: EngineClient, fleet: Fleet, interval_s: float) -> None:
         self._client = client

@@ -1,9 +1,9 @@
-"""Which prefill engine can read from which decode engine, found out with a tiny exchange before a conversation needs it.
+"""Compatibility checks of pairs: which prefill engine can read from which decode engine, probed before a conversation needs it.
 
 Only for stock prefill engines: without bi-directional mode one hangs on a handle instead of refusing it, and does not show
-the mode. An engine of ours answers, so there is nothing to find out. The exchange runs while the agent works on the first
+the mode. An engine of ours answers, so there is nothing to find out. The probe runs while the agent works on the first
 answer that such a pair gave it: a first turn is never read back, and so never waits; the second waits at most for what is left
-of the exchange.
+of the probe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..config import RouterConfig
 from ..fleet.fleet import Engine, Fleet
 from .client import EngineClient
 from .leases import Spawn
-from .pair_probe import exchange
+from .pair_probe import probe_pair
 
 log = logging.getLogger("backhaul")
 
@@ -28,7 +28,7 @@ _AGAIN_S = 300.0
 
 
 class PairChecks:
-    """Runs each exchange once. May be used from several event loops, each of which then runs its own."""
+    """Single-flight checks: probes each pair once. May be used from several event loops, each of which then runs its own."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PairChecks:
             return
         timeout_s = min(_TIMEOUT_S, self.config.prefill_timeout_s)
         threshold = self.config.kv_recompute_threshold
-        found = await exchange(
+        found = await probe_pair(
             self._client, prefill, holder, threshold=threshold, timeout_s=timeout_s, given_up=lambda: self._closed
         )
         self._checked = self._clock()

@@ -1,4 +1,4 @@
-"""Asks engines that are shut out whether they generate again, with a real request, and closes their breakers when they do.
+"""Recovery probes of open circuit breakers: a real request asks whether an engine generates again, and closes its breaker.
 
 In the background, and only while a breaker is open. The first try is soon and the following ones at most `_LONGEST_S` apart, so
 that an engine is back in use about a second after it serves again.
@@ -29,9 +29,9 @@ _TIMEOUT_S = 10.0
 """An engine that needs longer for one token is not well; turns that have nowhere else to go find it all the same."""
 
 
-class Prober:
-    """Probes the breakers of a fleet. May be used from several event loops: one of them probes a breaker at a time, and where
-    it ends, `look` begins anew in another."""
+class RecoveryProbes:
+    """Recovery probes of one fleet's breakers. May be used from several event loops: one of them probes a breaker at a
+    time, and where it ends, `start` begins anew in another."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Prober:
         self._running: dict[Where, asyncio.Task[None]] = {}
         self.closed = False
 
-    def look(self) -> None:
+    def start(self) -> None:
         """Begins to probe what is open and not probed yet."""
         if self.closed:
             return

@@ -1,4 +1,4 @@
-"""Asking decode engines how much they keep: by their leases, or by how full their KV cache is."""
+"""Polling of how much decode engines keep: by their leases, or by how full their KV cache is."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TIMEOUT_S = 5.0
 _USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
-async def look(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
+async def poll_retention(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
     """Tells `fleet.retention` what these keep, those that say it."""
     engines = [engine for url in decodes if (engine := fleet.get(url)) is not None]
-    await asyncio.gather(*(_look_at(client, fleet, leases, engine) for engine in engines))
+    await asyncio.gather(*(_poll(client, fleet, leases, engine) for engine in engines))
 
 
-async def _look_at(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
+async def _poll(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
     try:
         kept = await (_usage(client, fleet, engine) if engine.connector is None else _leased(fleet, leases, engine))
     except (EngineFailure, LeaseError) as error:

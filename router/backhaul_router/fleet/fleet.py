@@ -308,17 +308,19 @@ class Fleet:
     def engines(self) -> tuple[Engine, ...]:
         return tuple(self._by_url.values())
 
-    def add(self, engine: Engine) -> None:
-        """An engine that could not be reached before, or is new. Raises `ConfigError` when it does not fit the others."""
-        check_fit([*(one for one in self.engines if one.url != engine.url), engine])
+    def add(self, *engines: Engine) -> None:
+        """Engines that could not be reached before, or are new. Raises `ConfigError` when they do not fit, and adds none."""
+        urls = {engine.url for engine in engines}
+        check_fit([*(one for one in self.engines if one.url not in urls), *engines])
         with self._lock:
-            self._by_url = {**self._by_url, engine.url: engine}
-            self._draining -= {engine.url}
-            self._closed -= {engine.url}
-        self._breakers.forget(engine.url)
-        if engine.role is Role.DECODE:
-            self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
-            self.processes.know(engine.url, engine.started_at)
+            self._by_url = {**self._by_url, **{engine.url: engine for engine in engines}}
+            self._draining -= urls
+            self._closed -= urls
+        for engine in engines:
+            self._breakers.forget(engine.url)
+            if engine.role is Role.DECODE:
+                self.retention.know(engine.url, engine.kv_tokens, engine.block_size)
+                self.processes.know(engine.url, engine.started_at)
 
     def get(self, url: str | None) -> Engine | None:
         return self._by_url.get(url) if url else None
