@@ -1,7 +1,7 @@
 """Codec of our connector's object in `kv_transfer_params`, for the router: what is read of it, and the bytes passed on.
 
 D's object goes on to P as it came, and P's to D with what is asked of D; what is meant for the router is taken out. The
-messages and their words are `backhaul_protocol`'s; what `version` 1 does not allow is an error, and another version says nothing.
+messages and their words are `backhaul_protocol`'s; what their version does not allow is an error; another version says nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import msgspec
 from backhaul_protocol import KEY, VERSION
 from backhaul_protocol.account import Account
 from backhaul_protocol.leases import Lease
-from backhaul_protocol.messages import Ask
+from backhaul_protocol.messages import Ask, Proof
 from backhaul_protocol.why import DECLINED, Why
 from msgspec import Raw
 
 from ..report import Reason
 from .json_members import NULL, decode_members, join, without
 
-PROVEN_BY_TOKENS: Final = Raw(b'{"version":1,"proof":"tokens"}')
-"""Tells P that the router compared token ids and cut the handle: it then reads one that carries no digests."""
-
 _encode = msgspec.json.encode
+
+PROVEN_BY_TOKENS: Final = Raw(_encode(Proof(version=VERSION, proof="tokens")))
+"""Tells P that the router compared token ids and cut the handle: it then reads one that carries no digests."""
 
 
 class Misunderstood(msgspec.DecodeError):
@@ -42,7 +42,8 @@ class _Version(msgspec.Struct):
     version: Raw = Raw(b"null")
 
 
-_FIRST: Final = b'{"version":1,'
+_VERSION: Final = b"%d" % VERSION
+_FIRST: Final = b'{"version":%b,' % _VERSION
 """How our connector begins an object."""
 _decode_version = msgspec.json.Decoder(_Version).decode
 _decode_said = msgspec.json.Decoder(_Said).decode
@@ -81,7 +82,7 @@ def read(raw: Raw | bytes | None) -> Said:
 
 
 def _read(kept: bytes) -> Said:
-    if not kept.startswith(_FIRST) and bytes(_decode_version(kept).version) != b"1":
+    if not kept.startswith(_FIRST) and bytes(_decode_version(kept).version) != _VERSION:
         return NOTHING
     said = _decode_said(kept)
     account = token_ids = None
