@@ -338,6 +338,20 @@ def test_a_word_of_another_release_does_not_undo_what_was_read() -> None:
 
 
 @pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
+def test_an_engine_that_cannot_read_what_it_was_sent_is_told_and_counted(
+    leg: Leg, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = drive()
+    read, refused = {"pulled": 0, "local": 0, "why": "malformed"}, {"received": 0, "why": "malformed"}
+    turn.feed(accounted(**(read if leg is Leg.PREFILL else {})), BODY)
+    turn.feed(answer(account=refused if leg is Leg.DECODE else {}), Ended())
+    assert turn.report.status == 200
+    assert turn.fleet.counters.proof_faults == 1
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (P1 if leg is Leg.PREFILL else D1) in line.getMessage()
+
+
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
 def test_an_object_of_another_shape_is_an_error_that_is_told_and_counted(
     leg: Leg, caplog: pytest.LogCaptureFixture
 ) -> None:

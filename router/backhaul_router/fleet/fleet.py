@@ -510,14 +510,14 @@ class Fleet:
             self.counters.proof_faults += 1
 
     def note_misunderstood(self, engine: Engine, what: str) -> None:
-        """What the engine's connector says is not in this release's protocol. Told once of each engine."""
+        """The engine's connector and this router do not understand each other. Told once of each engine."""
         with self._lock:
             self.counters.proof_faults += 1
             first = engine.url not in self._misunderstood
             self._misunderstood.add(engine.url)
         if first:
             log.error(
-                "%s speaks version %d of the connector's protocol, but not as this router does (%s): run router and engines with "
+                "%s speaks version %d of the connector's protocol, but not as this router does: %s. Run router and engines with "
                 "the same release of Backhaul.",
                 engine,
                 VERSION,

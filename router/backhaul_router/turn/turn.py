@@ -669,7 +669,9 @@ class Turn:
         if account is None:
             return
         if account.unknown_why is not None:
-            self.fleet.note_misunderstood(engine, f"why={account.unknown_why!r}")
+            self.fleet.note_misunderstood(engine, f"it says why={account.unknown_why!r}")
+        elif account.why is Why.MALFORMED:
+            self.fleet.note_misunderstood(engine, "it cannot read what it was sent")
         is_prefill = engine.role is Role.PREFILL
         if is_prefill:
             self.fleet.note_account(engine, account)
