@@ -17,7 +17,7 @@ from backhaul_router.engines import doctor, pair_probe
 from backhaul_router.engines.describe import describe
 from backhaul_router.engines.doctor import Diagnosis, Severity, diagnose, table
 from backhaul_router.engines.pair_probe import Verdict
-from backhaul_router.fleet.fleet import Role
+from backhaul_router.fleet.engine import Role
 from backhaul_router.report import Reason, Route
 from router_turns import Cluster, first_turn, opening, run_cluster
 

@@ -70,7 +70,7 @@ async def test_a_model_that_no_engine_ever_served_is_the_engines_word_and_shuts_
     async with run_cluster() as cluster:
         answer = await cluster.exact({"messages": opening(), "model": "never heard of"})
         assert answer.status == 404
-        assert not cluster.router.fleet.breaker.any_open
+        assert not cluster.router.fleet.breakers.any_open
 
 
 async def test_prefill_and_decode_the_wrong_way_round_give_right_answers_all_the_same() -> None:

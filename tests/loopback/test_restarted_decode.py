@@ -11,7 +11,7 @@ import pytest
 from backhaul_loopback import LoopbackEngine
 from backhaul_router.drive.services import Services
 from backhaul_router.engines.doctor import Severity, diagnose
-from backhaul_router.fleet.fleet import Role
+from backhaul_router.fleet.engine import Role
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.report import Reason, Route
 from router_turns import STORY, Cluster, first_turn, opening, run_cluster, system, user
@@ -158,7 +158,7 @@ async def test_with_several_api_servers_one_new_handle_tells_that_nothing_has_ch
     monkeypatch.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
     async with run_cluster(p=NO_CACHE) as cluster:
         histories = {name: await first_turn(cluster, conversation=name) for name in "ab"}
-        cluster.router.fleet.processes.doubt(cluster.d.url)
+        cluster.router.fleet.restarts.doubt(cluster.d.url)
         report = await asked(cluster, histories["a"], conversation="a")
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
         assert (await asked(cluster, histories["b"], conversation="b")).route is Route.WARM

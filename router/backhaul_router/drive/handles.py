@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from ..engines.leases import Leases, Spawn
 from ..errors import LeaseError
-from ..fleet.fleet import Holder
+from ..fleet.engine import Holder
 from ..fleet.retention import Cause, Retention
 from ..ledger.protocol import Dropped, Ledger, arrived
 from ..ledger.records import Branch, Held

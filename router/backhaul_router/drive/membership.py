@@ -11,7 +11,7 @@ from .. import ranks
 from ..config import engine_url
 from ..engines.describe import Unreachable, describe
 from ..errors import ConfigError
-from ..fleet.fleet import Engine, Role
+from ..fleet.engine import Engine, Role
 from .services import Services
 
 log = logging.getLogger("backhaul")
@@ -155,7 +155,7 @@ class Membership:
         fleet = self._services.fleet
         fleet.drain(engine.url)
         held = sum(1 for one in self._services.handles.ledger.handles() if one.decode == engine.url)
-        return Draining(url=engine.url, in_flight=fleet.busy(engine), handles=held)
+        return Draining(url=engine.url, in_flight=fleet.load.in_flight[engine.url], handles=held)
 
     async def remove(self, url: str, *, within_s: float) -> None:
         """Begins no turn there any more, waits up to `within_s` for those that run, and has it release what it holds for this
@@ -169,14 +169,14 @@ class Membership:
         fleet.close(engine.url)
         try:
             async with asyncio.timeout(within_s):
-                while fleet.busy(engine):
+                while fleet.load.in_flight[engine.url]:
                     await asyncio.sleep(_BUSY_S)
         except TimeoutError:
             pass  # what they leave cannot be named to an engine that is gone, and ends with its TTL
         except BaseException:
             fleet.reopen(engine.url)
             raise
-        if (engine_id := fleet.engine_id(engine.url)) is not None:
+        if (engine_id := fleet.restarts.engine_id(engine.url)) is not None:
             await handles.end_now(handles.ledger.drop_engine(engine.url, engine_id))
         fleet.remove(engine.url)
 

@@ -10,7 +10,8 @@ from .. import wire
 from ..config import RouterConfig
 from ..engines.client import EngineCall, EngineClient, EngineFailure, EngineStream
 from ..errors import error_event
-from ..fleet.fleet import Fleet, Role
+from ..fleet.engine import Role
+from ..fleet.fleet import Fleet
 from ..turn.effects import Headers
 from ..wire import cache_salt
 from ..wire.sse import EventSplitter

@@ -15,7 +15,8 @@ from ..engines.client import EngineClient
 from ..engines.http_client import HttpClient
 from ..engines.leases import EngineLeases
 from ..fleet import poison
-from ..fleet.fleet import Engine, Fleet, Role
+from ..fleet.engine import Engine, Role
+from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
 from ..identity.hints import HintError, checked_pause, read_hints
 from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
@@ -198,7 +199,7 @@ class Router:
         now = services.clock()
         services.do_chores(now)
         chain = digests.chain(facts.parts)
-        if (deaths := services.suspects.deaths(chain, now)) >= poison.MOST:
+        if (deaths := services.poison_list.deaths(chain, now)) >= poison.MOST:
             return self._withheld(path)
         if identity is None or identity.by_history:
             identity = await self._by_history(facts, chain, identity, request.tenant)
@@ -301,7 +302,7 @@ class Router:
         for line in lines:
             if line.alarm:
                 log.warning("audit: %s", line)
-                self.fleet.count_alarm()
+                self.fleet.counters.add("audit_alarms")
         return lines
 
     async def settled(self) -> None:

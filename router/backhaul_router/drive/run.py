@@ -10,8 +10,8 @@ from typing import assert_never
 
 from ..engines.client import Detached, EngineCall, EngineFailure, EngineStream
 from ..errors import FailureKind, Leg
-from ..fleet.breakers import Who
-from ..fleet.fleet import Engine
+from ..fleet.breakers import FailedRequest
+from ..fleet.engine import Engine
 from ..identity.scope import ConversationScope
 from ..ledger.records import Taken
 from ..report import ReuseReport
@@ -190,7 +190,7 @@ class Run:
                 detached = self._detach() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
                 call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, detached)
                 tokens = self._turn.computes if leg is Leg.PREFILL else 0
-                self._services.fleet.begin(engine, tokens)
+                self._services.fleet.load.begin(engine.url, tokens)
                 try:
                     answer = await self._services.client.call(call)
                 except EngineFailure as failure:
@@ -198,7 +198,7 @@ class Run:
                     self._note(engine, leg, failure.kind)
                     return Failed(failure.kind, f"{engine}: {failure.message}")
                 finally:
-                    self._services.fleet.end(engine, tokens)
+                    self._services.fleet.load.end(engine.url, tokens)
                 self._spans.answered(answer.status)
                 self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)
@@ -206,7 +206,7 @@ class Run:
                 await self._close_stream(drain=False)
                 headers = self._next_headers(Leg.DECODE, engine)
                 call = EngineCall(engine.url + path, body, headers, timeout_s, self._detach())
-                self._services.fleet.begin(engine)
+                self._services.fleet.load.begin(engine.url)
                 self._decoding = engine
                 try:
                     self._stream = await self._services.client.open(call)
@@ -252,11 +252,13 @@ class Run:
             services.fleet.note_answer(engine, leg)
             return
         named = turn.identity is not None and not turn.identity.by_history
-        who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
+        who = FailedRequest(
+            f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain
+        )
         services.fleet.note_failure(engine, leg, failed, who, services.clock())
         if failed is FailureKind.BROKEN:
-            services.suspects.broke(turn.chain, engine.url, services.clock())
-        if services.fleet.breaker.any_open:
+            services.poison_list.broke(turn.chain, engine.url, services.clock())
+        if services.fleet.breakers.any_open:
             services.recovery.start()
 
     def _next_headers(self, leg: Leg, engine: Engine) -> dict[str, str]:
@@ -271,7 +273,7 @@ class Run:
         stream, self._stream = self._stream, None
         engine, self._decoding = self._decoding, None
         if engine is not None:
-            self._services.fleet.end(engine)
+            self._services.fleet.load.end(engine.url)
         if stream is None:
             return
         try:

@@ -15,10 +15,11 @@ from ..engines.load_polling import LoadPolling
 from ..engines.pair_checks import PairChecks
 from ..engines.recovery import RecoveryProbes
 from ..engines.retention_polling import poll_retention
-from ..fleet.fleet import Engine, Fleet
-from ..fleet.poison import Suspects
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
+from ..fleet.poison import PoisonList
 from ..fleet.retention import Cause, Retention
-from ..identity.response_ids import KnownResponses
+from ..identity.response_ids import ResponseIds
 from ..identity.scope import ConversationScope
 from ..ledger.protocol import open_ledger
 from ..ledger.records import Branch, Held
@@ -63,12 +64,12 @@ class Services:
         self.client = client
         self.clock = clock
         self.on_report = on_report
-        self.responses = KnownResponses()
+        self.responses = ResponseIds()
         """Conversations by the ids of the responses that their turns were answered with."""
-        self.suspects = Suspects()
+        self.poison_list = PoisonList()
         ledger, retention = open_ledger(config, clock), Retention(config.retained_tokens_budget, config.one_shot_s)
         self.fleet = Fleet((), seed, retention)
-        self.fleet.processes.shared = ledger.shared
+        self.fleet.restarts.shared = ledger.shared
         self.leases = Leases(client, self.fleet, self.spawn)
         self.handles = Handles(ledger, retention, self.leases, self.spawn, self._settled)
         self.fence = RestartFence(client, self.fleet, self.handles)
@@ -110,7 +111,7 @@ class Services:
 
     def do_chores(self, now: float) -> None:
         """What time brings about, of which several turns in a row would find nothing."""
-        if self.fleet.breaker.any_open:
+        if self.fleet.breakers.any_open:
             self.recovery.start()
         if now < self._next_chores:
             return
@@ -134,7 +135,9 @@ class Services:
 
     def usable(self, held: Held) -> Reason | None:
         """Why a handle on file cannot be used any more."""
-        return None if self.fleet.made_by_current(held.decode, held.handle.engine_id) else Reason.ENGINE_CHANGED
+        return (
+            None if self.fleet.restarts.made_by_current(held.decode, held.handle.engine_id) else Reason.ENGINE_CHANGED
+        )
 
     async def check(self, prefill: Engine, decode: str, engine_id: str = "") -> bool:
         """Finds out what stands in doubt before P reads from D: whether it can and, with the `engine_id` of a handle, whether D
@@ -177,7 +180,7 @@ class Services:
             case NoteResponse(response, conversation, tenant):
                 self.responses.note(response, conversation, tenant)
             case Record(report):
-                self.fleet.count(report)
+                self.fleet.counters.count(report)
                 for take in (scope.record if scope is not None else None, self.on_report):
                     _hand_over(report, take)
             case Respond() | Send():
@@ -187,12 +190,12 @@ class Services:
 
     def forget(self, conversation: str, tenant: str) -> None:
         """Forgets a conversation, and releases in the background what the engines hold for it."""
-        self.fleet.end_conversation(conversation, tenant)
+        self.fleet.load.end_conversation(conversation, tenant)
         self.handles.drop(self.handles.ledger.forget(conversation, tenant))
 
     async def end_conversation(self, conversation: str, tenant: str) -> None:
         """As `forget`; returns when it is released."""
-        self.fleet.end_conversation(conversation, tenant)
+        self.fleet.load.end_conversation(conversation, tenant)
         await self.handles.end_now(self.handles.ledger.forget(conversation, tenant))
 
     def _settled(self, branch: Branch) -> None:

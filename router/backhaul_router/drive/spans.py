@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from ..engines.client import EngineFailure
 from ..errors import Leg
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..report import ReuseReport
 from ..turn.turn import Turn
 

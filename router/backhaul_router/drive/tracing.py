@@ -26,7 +26,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from ..engines.client import EngineFailure
 from ..errors import Leg
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from ..report import ReuseReport
 from ..turn.turn import Turn
 from ..wire import Endpoint

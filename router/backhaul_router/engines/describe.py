@@ -8,11 +8,9 @@ import msgspec
 
 from .. import ranks
 from ..errors import ConfigError
-from ..fleet.fleet import (
-    Engine,
-    Role,
+from ..fleet.engine import Engine, Role, check_version
+from ..wire.engine_pages import (
     block_size_of,
-    check_version,
     connector_counters,
     connector_of,
     has_plugin,

@@ -13,7 +13,7 @@ import msgspec
 
 from ..engine_key import ENGINE_KEY_VARIABLE
 from ..errors import ConfigError
-from ..fleet.fleet import Engine, Role, check_fit
+from ..fleet.engine import Engine, Role, check_fit
 from .client import EngineClient
 from .describe import Unreachable, describe
 from .http_client import HttpClient

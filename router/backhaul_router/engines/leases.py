@@ -2,7 +2,7 @@
 
 A lease is a decode engine's promise to keep a handle's blocks until a time. One that runs our connector is told by name
 (`LeaseOperation`), in batches: a lease that a turn has superseded waits a moment for the next request to that engine, which takes
-it along (`Fleet.to_release`), and is else sent by itself. A stock engine makes no such promise: it is
+it along (`ReleaseQueue`), and is else sent by itself. A stock engine makes no such promise: it is
 told by way of one of the other role, which is made to reject a request that carries the handle.
 """
 
@@ -20,7 +20,8 @@ from backhaul_protocol.leases import LeaseAnswer, LeaseOperation, LeaseRow, read
 
 from .. import wire
 from ..errors import LeaseError
-from ..fleet.fleet import Engine, Fleet, Holder, Role
+from ..fleet.engine import Engine, Holder, Role
+from ..fleet.fleet import Fleet
 from ..ledger.records import Held
 from ..turn.effects import EndLease, Release
 from .client import EngineCall, EngineClient, EngineFailure
@@ -104,12 +105,12 @@ class Leases:
 
     def end_one(self, lease: EndLease) -> None:
         """A lease whose turn has no use for it."""
-        self._fleet.release_later(lease.holder, [lease.id])
+        self._fleet.releases.add(lease.holder, [lease.id])
         self._end_due(lease.holder)
 
     def end_waiting(self) -> None:
         """Sends what is waiting for a request to take it along."""
-        for holder in self._fleet.releasing:
+        for holder in self._fleet.releases.holders:
             self._end_due(holder)
 
     def _note(self, dropped: Iterable[Held], stock: Callable[[Coroutine[Any, Any, None]], object]) -> set[Holder]:
@@ -117,18 +118,18 @@ class Leases:
         for held in dropped:
             if held.leased:
                 holder = Holder.of(held.decode, held.handle.engine_id)
-                self._fleet.release_later(holder, [held.handle.request_id])
+                self._fleet.releases.add(holder, [held.handle.request_id])
                 holders.add(holder)
             elif (via := self._fleet.pick(Role.PREFILL)) is not None:
                 stock(self.release(Release(held.handle.params, via)))
         return holders
 
     def _end_due(self, holder: Holder) -> None:
-        if holder in self._fleet.releasing:
+        if holder in self._fleet.releases.holders:
             self._spawn(self._send_due(holder))
 
     async def _send_due(self, holder: Holder) -> None:
-        while leases := self._fleet.to_release(holder):
+        while leases := self._fleet.releases.take(holder):
             await self._release_leases(holder, leases)
 
     async def _release_leases(self, holder: Holder, leases: Sequence[str]) -> None:
@@ -138,9 +139,9 @@ class Leases:
             log.warning(
                 "%d leases could not be released, their blocks stay pinned until their TTL: %s", len(leases), error
             )
-            self._fleet.count_release(len(leases), failed=True)
+            self._fleet.counters.count_release(len(leases), failed=True)
         else:
-            self._fleet.count_release(len(leases), failed=False)
+            self._fleet.counters.count_release(len(leases), failed=False)
 
     # --- by way of another engine
 
@@ -151,7 +152,7 @@ class Leases:
             why = await self._release_via(release.via, release.params)
             if why is not None and another is not None:
                 why = await self._release_via(another, release.params)
-        self._fleet.count_release(failed=why is not None)
+        self._fleet.counters.count_release(failed=why is not None)
         if why is not None:
             log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", why)
 
@@ -218,9 +219,9 @@ class Leases:
 
     async def flush(self) -> None:
         """Has every decode engine of ours end every lease, other routers' too. Raises `LeaseError` when one did not."""
-        holders = [holder for engine in self._ours() for holder in self._fleet.holders(engine)]
+        holders = [holder for engine in self._ours() for holder in self._fleet.restarts.holders(engine)]
         for holder in holders:
-            while self._fleet.to_release(holder):
+            while self._fleet.releases.take(holder):
                 pass  # it ends with all others
         results = await asyncio.gather(
             *(self.operate(holder, LeaseOperation(flush=True)) for holder in holders), return_exceptions=True
@@ -235,7 +236,9 @@ class Leases:
 
     async def _list(self, engine: Engine) -> EngineLeases:
         try:
-            answers = [await self.operate(holder, LeaseOperation(list=True)) for holder in self._fleet.holders(engine)]
+            answers = [
+                await self.operate(holder, LeaseOperation(list=True)) for holder in self._fleet.restarts.holders(engine)
+            ]
         except LeaseError as error:
             return EngineLeases(decode=engine.url, error=str(error))
         return EngineLeases(

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Callable
 
 from ..config import RouterConfig
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from .client import EngineClient
 from .leases import Spawn
 from .pair_probe import probe_pair
@@ -49,11 +50,11 @@ class PairChecks:
 
     def wanted(self, prefill: str, decode: str) -> bool:
         """Whether it is to be found out."""
-        return self.config.check_pairs and not self._fleet.is_checked(prefill, decode)
+        return self.config.check_pairs and not self._fleet.pairs.is_checked(prefill, decode)
 
     def due(self, now: float) -> bool:
         """Whether to try again what was unsafe."""
-        if now - self._checked < _AGAIN_S or not self._fleet.unsafe_pairs:
+        if now - self._checked < _AGAIN_S or not self._fleet.pairs.unsafe:
             return False
         self._checked = now
         return True
@@ -80,7 +81,7 @@ class PairChecks:
                 task.add_done_callback(functools.partial(_call_off, giving_up))
 
     async def check_unsafe_again(self) -> None:
-        for prefill, decode in self._fleet.unsafe_pairs:
+        for prefill, decode in self._fleet.pairs.unsafe:
             if (engine := self._fleet.get(prefill)) is not None:
                 await self.check(engine, decode)
 
@@ -102,9 +103,9 @@ class PairChecks:
                 holder,
                 why,
             )
-            self._fleet.note_pair(prefill.url, decode, why)
+            self._fleet.pairs.note(prefill.url, decode, why)
         else:
-            self._fleet.note_pair(prefill.url, decode, None)
+            self._fleet.pairs.note(prefill.url, decode, None)
 
 
 def _call_off(timer: asyncio.TimerHandle, _: object) -> None:

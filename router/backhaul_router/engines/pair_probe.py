@@ -25,7 +25,7 @@ from backhaul_protocol.messages import Ask
 
 from .. import wire
 from ..errors import FailureKind
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..fleet.restarts import is_fixed
 from ..wire.connector_object import asking, keeps_waiting
 from .client import EngineCall, EngineClient, EngineFailure

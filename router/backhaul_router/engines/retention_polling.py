@@ -11,7 +11,8 @@ from backhaul_protocol.leases import LeaseOperation
 
 from .. import ranks
 from ..errors import LeaseError
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases
 
@@ -39,7 +40,9 @@ async def _poll(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engi
 
 async def _leased(fleet: Fleet, leases: Leases, engine: Engine) -> int | None:
     """Tokens in blocks that leases keep, each block counted once."""
-    answers = await asyncio.gather(*(leases.operate(holder, LeaseOperation()) for holder in fleet.holders(engine)))
+    answers = await asyncio.gather(
+        *(leases.operate(holder, LeaseOperation()) for holder in fleet.restarts.holders(engine))
+    )
     if engine.block_size is None or any(answer.blocks is None for answer in answers):
         return None
     return sum(answer.blocks or 0 for answer in answers) * engine.block_size

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import RouterConfig
 from ..engines.tls import load_certificate
 from ..errors import ConfigError
-from ..fleet.fleet import Role
+from ..fleet.engine import Role
 from .settings import SETTINGS, Setting, Settings
 
 if TYPE_CHECKING:
