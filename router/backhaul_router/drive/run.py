@@ -15,7 +15,6 @@ from ..fleet.engine import Engine
 from ..identity.scope import ConversationScope
 from ..ledger.records import Taken
 from ..report import ReuseReport
-from ..turn.decoding import Collecting, Decoding, Relaying
 from ..turn.effects import (
     Action,
     Answered,
@@ -23,6 +22,7 @@ from ..turn.effects import (
     Check,
     Checked,
     Chunk,
+    Done,
     Ended,
     Event,
     Failed,
@@ -34,11 +34,11 @@ from ..turn.effects import (
     Record,
     Respond,
     Send,
+    State,
     Take,
     Took,
 )
-from ..turn.prefilling import Prefilling
-from ..turn.steps import Done, State
+from ..turn.states import Collecting, Decoding, Prefilling, Relaying, begin
 from ..turn.turn import Turn
 from .request import Reply
 from .services import Services
@@ -79,7 +79,7 @@ class Run:
 
     async def start(self) -> Reply:
         """Drives the turn until its reply has a head."""
-        self._state, actions = self._turn.begin(self._services.clock())
+        self._state, actions = begin(self._turn, self._services.clock())
         try:
             self._perform(actions)
             while not self.status:
@@ -145,7 +145,7 @@ class Run:
         state = self._state
         if isinstance(state, Done):
             raise AssertionError("a turn ended without an answer")  # noqa: TRY004
-        event = await self._meet(state.need)
+        event = await self._meet(state.ask())
         if self._state is not state:
             return
         self._state, actions = state.next(event, self._services.clock())
