@@ -1,4 +1,4 @@
-"""A vLLM plugin that puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
+"""vLLM general plugin, which puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
 
 vLLM loads it in each of its processes through the entry point group `vllm.general_plugins`. Only an API server imports
 the three modules that are changed here, so nothing happens in an engine core or a worker.
@@ -29,12 +29,11 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY, VERSION
 
 from . import nixl_progress, worker_waits
 from .on_import import change_on_import
 
-VERSION = 1
-"""Of what is put under `kv_transfer_params.backhaul`."""
 KNOWN_VLLM = ((0, 32), (0, 33))
 
 logger = logging.getLogger("vllm.backhaul_connector")  # below "vllm", whose handlers show it in the engine's log
@@ -276,8 +275,8 @@ def add_handle(event: str, answer: Answer) -> str | None:
     if len(choices) != 1 or choices[0].finish_reason is None:
         return None
     handle = msgspec.json.decode(fields.get("kv_transfer_params", b"null")) or answer.handle or {}
-    ours = {**(handle.get("backhaul") or {}), "version": VERSION, "token_ids": answer.token_ids}
-    fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({**handle, "backhaul": ours}))
+    ours = {**(handle.get(KEY) or {}), "version": VERSION, "token_ids": answer.token_ids}
+    fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({**handle, KEY: ours}))
     return f"data: {msgspec.json.encode(fields).decode()}\n\n"
 
 
