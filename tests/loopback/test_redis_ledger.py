@@ -194,6 +194,7 @@ async def test_the_handles_of_an_engine_that_is_gone_are_dropped_for_all(server:
 # --- one turn has a handle -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 async def test_of_a_thousand_turns_of_four_processes_one_gets_the_handle(server: RedisServer, opens: Open) -> None:
     ledger = opens(server)
     await settle(ledger, b"a", handle=soon("1"))

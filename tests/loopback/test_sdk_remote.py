@@ -18,6 +18,8 @@ from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM, talk, talk_sync
 
+pytestmark = pytest.mark.openai
+
 TIMES = {
     "estimates",
     "render_ms",
