@@ -395,7 +395,7 @@ def test_a_response_whose_ids_are_not_said_leaves_nothing_to_prove() -> None:
     drive.feed(STREAM, Chunk(TEXT + event("response.completed", response=silent)))
     assert (drive.filed.held, drive.filed.missing) == (None, Reason.NO_PROOF)
     assert "d-1" in [name for name, _ in drive.released]
-    assert not drive.fleet.ignores_ids
+    assert not drive.fleet.capabilities.ignores_ids
 
 
 # --- errors --------------------------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
-from backhaul_router.fleet.fleet import kv_tokens_of, ranks_of
-from backhaul_router.fleet.load import read_gauges
 from backhaul_router.ranks import page_of, split
+from backhaul_router.wire.engine_pages import kv_tokens_of, ranks_of, read_gauges
 
 PAGE = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0",model_name="m"} 3.0

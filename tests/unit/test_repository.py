@@ -113,6 +113,10 @@ def test_no_package_imports_the_tools_above_it():
     assert [str(found) for found in IMPORTS if is_tool(found.imported) and not is_tool(found.importer)] == []
 
 
+FACE = {f"backhaul_router.{name}" for name in ("asgi", "engine_client", "metrics", "router", "tenants", "tracing")}
+"""What documentation names for import. They stand above the rooms and hold nothing of their own; no other module imports them."""
+
+
 def room_of(module: str) -> str | None:
     """The router's room that a name is in; `""` for its root, `None` for what is none of the router's."""
     if not within(module, "backhaul_router"):
@@ -129,11 +133,19 @@ def test_the_rooms_of_the_router_import_lower_ones_only():
     wrong = [
         str(found)
         for found in ALL_IMPORTS
-        if (importer := room_of(found.importer)) is not None
+        if found.importer not in FACE
+        and (importer := room_of(found.importer)) is not None
         and (imported := room_of(found.imported)) is not None
         and rank[imported] > rank[importer]
     ]
     assert wrong == []
+
+
+def test_the_public_face_of_the_router_only_hands_on_what_rooms_hold():
+    assert [str(found) for found in ALL_IMPORTS if any(within(found.imported, module) for module in FACE)] == []
+    for module in FACE:
+        tree = ast.parse((PACKAGES["backhaul_router"].parent / (module.replace(".", "/") + ".py")).read_text())
+        assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in tree.body), module
 
 
 _MODULES_IN_VLLM = ("connector", "scheduler_side", "cache_groups", "worker_side", "stats")

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from backhaul_router.fleet.fleet import kv_tokens_of
 from backhaul_router.fleet.retention import Cause, Retention, Victim
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Held, Key, Taken
 from backhaul_router.report import Reason, Route
+from backhaul_router.wire.engine_pages import kv_tokens_of
 from core_values import BLOCK, D1, D2, P1, branch, facts, fleet, held, leased
 from turn_drive import FIRST, NAMED, Drive, history
 

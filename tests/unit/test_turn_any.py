@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 from backhaul_router.errors import Leg
-from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.fleet.engine import Holder
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.identity.identify import Identity
 from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Route
@@ -337,7 +338,7 @@ class ConnectorJourney(Journey):
             taken = msgspec.structs.replace(taken, branch=on_file, held=left)
         self.taken = taken if identity is not None else Taken()
         on = Fleet(engines)
-        on.release_later(Holder(D1), ["due"])
+        on.releases.add(Holder(D1), ["due"])
         self.drive = Drive(
             taken,
             request=self.draw(st.sampled_from(REQUESTS)),
@@ -407,7 +408,7 @@ class ConnectorJourney(Journey):
         filed = {s.branch.held.handle.request_id for s in drive.all(Settle) if s.branch.held is not None}
         assert filed.isdisjoint(ended)
         asked = [need for need in drive.needs if isinstance(need, Open | Call) and b'"due"' in need.body]
-        on_the_way = drive.fleet.to_release(Holder(D1)) == ("due",)
+        on_the_way = drive.fleet.releases.take(Holder(D1)) == ("due",)
         assert on_the_way or asked or "due" in ended, "a lease that was due is forgotten"
 
 

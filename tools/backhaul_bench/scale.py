@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
-from backhaul_router.fleet.fleet import Engine, Fleet, Role
+from backhaul_router.fleet.engine import Engine, Role
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.identity.identify import Identity
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
@@ -128,7 +129,7 @@ class Conversations:
         branch = self.branch(chain, number)
         if taken.held is not None:  # which this turn supersedes
             self.payload = payload
-        fleet.note_placed((key.tenant, key.conversation), fleet.decode[0], fleet.prefill[0], now)
+        fleet.load.placed((key.tenant, key.conversation), fleet.decode[0].url, fleet.prefill[0].url, now)
         ended = now + 1e-3
         dropped = self.ledger.settle(key, taken, branch, ended)
         fleet.retention.settled(key, taken, branch, dropped, ended)

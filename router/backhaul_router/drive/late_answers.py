@@ -1,4 +1,4 @@
-"""The answer to a client that has left: nobody reads it, but the engine may have sent it, and keep blocks for whoever does."""
+"""Late answers: what an engine sends to a client that has left, read for the handle in it, whose blocks nobody else frees."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..turn.effects import Actions
 
 log = logging.getLogger("backhaul")
 
-_HEAR_OUT_S: Final = 0.25
+_LIMIT_S: Final = 0.25
 """For what an engine has said by the time that it is told. It closes the connection at once then; a proxy may not."""
 
 
-class Hears(Protocol):
-    """A state whose engine may answer with a handle."""
+class TakesLateAnswer(Protocol):
+    """State of a turn whose engine may answer with a handle."""
 
     def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
         """What frees the blocks that the engine keeps, by the rest of its answer (`whole`: up to its end). Raises
         `wire.MalformedBody` or `msgspec.DecodeError`."""
 
 
-async def hear_out(state: Hears, stream: EngineStream) -> Actions:
+async def read_late_answer(state: TakesLateAnswer, stream: EngineStream) -> Actions:
     """Ends an exchange that has been left. `state` knows of what was read of it."""
     data: list[bytes] = []
     whole = False
     try:
-        async with asyncio.timeout(_HEAR_OUT_S):
+        async with asyncio.timeout(_LIMIT_S):
             async for chunk in stream:
                 data.append(chunk)  # noqa: PERF401 - they are needed when it ends early
         whole = True

@@ -1,4 +1,4 @@
-"""Spans of every turn, for OpenTelemetry. Needs the extra `otel`; nothing else here imports this module at once.
+"""OpenTelemetry instrumentation: spans of every turn. Needs the extra `otel`; nothing else here imports this module at once.
 
     chat MODEL                  the turn: what it reused and why not, as its report says
       render                    the calls to engines, one after the other; a call that is repeated is another span
@@ -26,7 +26,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from ..engines.client import EngineFailure
 from ..errors import Leg
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from ..report import ReuseReport
 from ..turn.turn import Turn
 from ..wire import Endpoint
@@ -73,7 +74,7 @@ def _harmless(method: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class TurnTracing:
-    """Makes the spans of a router's turns over a tracer provider: `Router(config, tracing=TurnTracing(provider))`.
+    """Instrumentation of a router's turns over a tracer provider: `Router(config, tracing=TurnTracing(provider))`.
 
     `served`: the router is a server, and turns are spans of that kind. `on_shutdown` is for a provider that was made for this
     router alone."""

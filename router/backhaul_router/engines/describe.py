@@ -1,4 +1,4 @@
-"""Asking engines what they are, before the first turn runs on them."""
+"""Discovery: engines are asked what they are, before the first turn runs on them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import msgspec
 
 from .. import ranks
 from ..errors import ConfigError
-from ..fleet.fleet import (
-    Engine,
-    Role,
+from ..fleet.engine import Engine, Role, check_version
+from ..wire.engine_pages import (
     block_size_of,
-    check_version,
     connector_counters,
     connector_of,
     has_plugin,
@@ -25,7 +23,7 @@ from .client import EngineAnswer, EngineCall, EngineClient, EngineFailure
 
 
 class Unreachable(Exception):
-    """An engine does not answer; the message says how."""
+    """Error: an engine does not answer; the message says how."""
 
 
 async def describe(client: EngineClient, url: str, role: Role, timeout_s: float = 30.0) -> Engine:

@@ -1,4 +1,4 @@
-"""Asking decode engines how much they keep: by their leases, or by how full their KV cache is."""
+"""Polling of how much decode engines keep: by their leases, or by how full their KV cache is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from .. import ranks
 from ..errors import LeaseError
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from ..wire.connector_object import LeaseOperation
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases
@@ -20,13 +21,13 @@ _TIMEOUT_S = 5.0
 _USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
-async def look(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
+async def poll_retention(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
     """Tells `fleet.retention` what these keep, those that say it."""
     engines = [engine for url in decodes if (engine := fleet.get(url)) is not None]
-    await asyncio.gather(*(_look_at(client, fleet, leases, engine) for engine in engines))
+    await asyncio.gather(*(_poll(client, fleet, leases, engine) for engine in engines))
 
 
-async def _look_at(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
+async def _poll(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
     try:
         kept = await (_usage(client, fleet, engine) if engine.connector is None else _leased(fleet, leases, engine))
     except (EngineFailure, LeaseError) as error:
@@ -38,7 +39,9 @@ async def _look_at(client: EngineClient, fleet: Fleet, leases: Leases, engine: E
 
 async def _leased(fleet: Fleet, leases: Leases, engine: Engine) -> int | None:
     """Tokens in blocks that leases keep, each block counted once."""
-    answers = await asyncio.gather(*(leases.operate(holder, LeaseOperation()) for holder in fleet.holders(engine)))
+    answers = await asyncio.gather(
+        *(leases.operate(holder, LeaseOperation()) for holder in fleet.restarts.holders(engine))
+    )
     if engine.block_size is None or any(answer.blocks is None for answer in answers):
         return None
     return sum(answer.blocks or 0 for answer in answers) * engine.block_size

@@ -9,10 +9,10 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Holder
+from ..fleet.engine import Holder
 from ..report import Reason
 from ..wire.connector_object import Ask
-from ..wire.exact_history import Listening, said_in
+from ..wire.exact_history import AnswerAccumulator, content_of_answer
 from ..wire.stream import StreamFilter, stream_filter
 from .effects import (
     Answered,
@@ -85,7 +85,7 @@ class Decoding(msgspec.Struct, frozen=True):
                     turn.facts,
                     note=lambda usage: turn.count_answer(placement, usage),
                     account=lambda account: turn.count_account(placement.decode, account, self.prefilled),
-                    listening=Listening(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
+                    accumulator=AnswerAccumulator(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
                 return Relaying(self, headers, stream), ()
             case Opened(status, headers):
@@ -183,7 +183,7 @@ class Collecting(msgspec.Struct, frozen=True):
             turn.count_account(placement.decode, answer.params.account, self.before.prefilled)
             ran = turn.ran(answer.ran)
             note = turn.count_answer(placement, answer.usage)
-            turn.said = said_in(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
+            turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts, answer.members, note)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
@@ -265,7 +265,7 @@ class Relaying(msgspec.Struct, frozen=True):
             )
             return Done(), (*actions, *ended, last)
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
-            turn.fleet.count_unreachable_pin()
+            turn.fleet.counters.add("unreachable_pins")
         turn.said = stream.said
         turn.learn_first_byte(placement)
         settled = turn.settle(placement, stream.handle, stream.generated, turn.ran(stream.ran), now)

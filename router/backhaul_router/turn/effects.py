@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Engine, Holder
+from ..fleet.engine import Engine, Holder
 from ..ledger.records import Branch, Key, Taken
 from ..report import Reason, ReuseReport
 

@@ -8,7 +8,7 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..report import Proof, Reason, Route
 from ..wire.connector_object import VOID, Account, keeps_waiting, reason_of
 from .effects import (
@@ -112,11 +112,11 @@ class Prefilling(msgspec.Struct, frozen=True):
         if computed is None or turn.draft.get("retries"):
             return
         if not self.warm:
-            turn.fleet.learn_prefill(self.engine, elapsed_ms, computed, alone=turn.alone)
+            turn.fleet.costs.learn_compute(self.engine.url, elapsed_ms, computed, alone=turn.alone)
             return
         if read is None:  # a stock engine tells only the sum of what it read and what it had
             read = turn.draft.get("cached") or 0
-        turn.fleet.learn_read(self.engine, elapsed_ms, computed, read, alone=turn.alone)
+        turn.fleet.costs.learn_read(self.engine.url, elapsed_ms, computed, read, alone=turn.alone)
 
     def _as_it_ran(self, account: Account | None) -> Placement:
         """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
@@ -145,7 +145,7 @@ class Prefilling(msgspec.Struct, frozen=True):
     def _checked_nothing(self, handle: wire.Handle, now: float) -> Step:
         """P says nothing of a handle that it was to check: it was restarted without our connector. D answers by itself."""
         turn = self.turn
-        turn.fleet.note_unverified(self.engine)
+        turn.fleet.capabilities.note_unverified(self.engine)
         turn.retry()
         turn.draft |= {"offered": 0, "cached": None, "computed": None}
         state, actions = turn.leave_to_decode(Reason.NO_PROOF, now)
@@ -153,12 +153,12 @@ class Prefilling(msgspec.Struct, frozen=True):
 
     def _unaccounted(self) -> None:
         if self.warm and self.engine.connector is not None:
-            self.turn.fleet.note_unaccounted(self.engine)
+            self.turn.fleet.accounts.note_missing(self.engine.url)
 
     def _ran_other_ids(self, handle: wire.Handle, now: float) -> Step:
         """The engine rendered the messages in spite of the ids: what was proven is not what ran. From now on nothing is."""
         turn = self.turn
-        turn.fleet.note_ids_ignored()
+        turn.fleet.capabilities.note_ids_ignored()
         turn.token_ids, turn.prompt, turn.no_proof = None, Prompt(turn.prompt.message_bytes), True
         if self.warm:
             turn.failure = Reason.NO_PROOF

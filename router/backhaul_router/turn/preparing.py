@@ -9,7 +9,7 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind, Leg
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..report import Reason
 from .effects import (
     Answered,

@@ -15,7 +15,7 @@ Rules that can be seen here:
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
 - a request is sent again only when it was refused before it was read, when reading the handle may be what failed, when an
   engine answered with an error, or when a prefill took too long; after a broken connection once, since the request may be
-  what broke the engine (`suspects`);
+  what broke the engine (`poison`);
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles: the handle taken is given back, used up or released, and what the engines hold for us is filed
   or released.
@@ -34,8 +34,9 @@ from .. import wire
 from ..config import RouterConfig
 from ..errors import FailureKind, Leg
 from ..fleet import poison
-from ..fleet.fleet import Engine, Fleet, Holder, Role
-from ..fleet.restarts import Asked
+from ..fleet.engine import Engine, Holder, Role
+from ..fleet.fleet import Fleet
+from ..fleet.restarts import Fence
 from ..fleet.retention import Reserved
 from ..identity.hints import NO_HINTS, Hints, longest_pause_s, why_not_kept
 from ..identity.identify import Identity
@@ -43,7 +44,7 @@ from ..ledger import digests
 from ..ledger.records import Branch, Held, Key, Taken
 from ..report import Proof, Reason, ReuseReport, Route
 from ..wire.connector_object import Account, Ask
-from ..wire.exact_history import Kept, Said, said, splice
+from ..wire.exact_history import AnswerContent, TokenHistory, content_of, splice
 from .decoding import Decoding
 from .effects import (
     DropEngine,
@@ -77,7 +78,7 @@ _MAX_MODEL = 1024
 
 
 _NOTHING_TAKEN = Taken()
-_NOT_ASKED = Asked()
+_NOT_ASKED = Fence()
 _NO_IDS = msgspec.Raw(b"null")
 _NO_PROMPT = Prompt(0)
 
@@ -110,7 +111,7 @@ class Turn:
     """Why nobody can use the shared handle any more."""
     restarts: int = 0
     """Of the decode engine that holds what was taken, as they were known when it was taken."""
-    asked: Asked = _NOT_ASKED
+    asked: Fence = _NOT_ASKED
     """What was known of D when it was asked."""
     checked: frozenset[tuple[str, str]] = frozenset()
     """Pairs of P and D that this turn had checked."""
@@ -129,7 +130,7 @@ class Turn:
     """Engines that may have died of this request, in earlier turns with it too."""
     failure: Reason | None = None
     """Why the turn, warm at first, is run again cold."""
-    said: Said | None = None
+    said: AnswerContent | None = None
     """What the answer says, where histories are kept exact."""
     draft: dict[str, Any] = field(default_factory=dict)
     first_byte: float | None = None
@@ -180,7 +181,7 @@ class Turn:
     def _taken(self, taken: Taken, now: float) -> Step:
         self.taken, self.spare = taken, taken.held
         if taken.held is not None:
-            self.restarts = self.fleet.processes.restarts(taken.held.decode)
+            self.restarts = self.fleet.restarts.count(taken.held.decode)
         messages = self.facts.messages
         self.prompt = Prompt(max(sum(map(len, messages)) - len(messages) * _MESSAGE_KEYS_BYTES, len(messages)))
         if self.facts.multiple:
@@ -202,7 +203,8 @@ class Turn:
         engines = [engine for engine in asked if engine is not None and engine.block_size]
         engines.sort(key=self.fleet.renders_well, reverse=True)
         is_base = not facts.model or all(facts.model in engine.models for engine in engines)
-        if facts.unproven or self.fleet.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
+        # an adapter's weights can be re-pointed unseen
+        if facts.unproven or self.fleet.capabilities.ignores_ids or not is_base:
             engines = []
         if engines and facts.prompt_ids is not None:
             self.rendered(facts.prompt_ids, engines[0])
@@ -231,7 +233,7 @@ class Turn:
         messages = self.facts.messages
         if common < digests.count(branch.chain) or len(messages) <= common:
             return False
-        sent = said(messages[common])
+        sent = content_of(messages[common])
         if sent is None or not sent.repeats(branch.exact.said):
             return False
         return token_ids[: len(branch.exact.ran)] != tuple(branch.exact.ran)
@@ -302,10 +304,10 @@ class Turn:
         offered = placement.blocks * self.prompt.block_size
         if placement.route is Route.WARM and self.spare is not None:
             pair = (placement.prefill.url, self.spare.decode)
-            unknown = self.config.check_pairs and not self.fleet.is_checked(*pair)
+            unknown = self.config.check_pairs and not self.fleet.pairs.is_checked(*pair)
             # One of ours fences its leases against an earlier process's by itself.
             engine_id = "" if placement.proof is Proof.CONNECTOR else self.spare.handle.engine_id
-            in_doubt = bool(engine_id) and self.fleet.processes.in_doubt(self.spare.decode, engine_id)
+            in_doubt = bool(engine_id) and self.fleet.restarts.in_doubt(self.spare.decode, engine_id)
             if pair not in self.checked and (unknown or in_doubt):
                 self.checked |= {pair}
                 return Checking(self, placement, placement.prefill, self.spare.decode, engine_id), ()
@@ -318,22 +320,22 @@ class Turn:
     def _goes(self, placement: Placement, now: float) -> None:
         """The placement is final: it is part of the engines' load, and of the report."""
         fleet, first = self.fleet, first_engine(placement)
-        self.computes, self.alone, self.decode_began = placement.computes, not fleet.busy(first), now
+        self.computes, self.alone, self.decode_began = placement.computes, not fleet.load.in_flight[first.url], now
         name = (self.tenant, self.identity.conversation) if self.identity else None
-        fleet.note_placed(name, placement.decode, placement.prefill, now)
+        fleet.load.placed(name, placement.decode.url, placement.prefill.url if placement.prefill else None, now)
         self.draft["estimates"] = None
         if placement.estimates:
-            usual = placement.instead_of
-            passed_over = None
-            if usual is not None:
-                passed_over = (placement.decode if usual is Route.LOCAL else placement.prefill or first, usual)
-            fleet.note_route(first, placement.route, passed_over)
+            fleet.costs.took(first.url, placement.route)
+            if (usual := placement.instead_of) is not None:
+                fleet.costs.passed_over(
+                    (placement.decode if usual is Route.LOCAL else placement.prefill or first).url, usual
+                )
             self.draft["estimates"] = {str(route): round(ms, 1) for route, ms in placement.estimates.items()}
         self.draft["decided_by"] = placement.basis
         moved = why_moved(placement, self.taken.branch, fleet, self.failed_on)
         self.draft["moved"] = ",".join(moved.values()) or None
         for url in moved:
-            fleet.note_left(url)
+            fleet.load.left(url)
 
     def learn_first_byte(self, placement: Placement) -> None:
         """What D took to the first event of a stream, where it was the first to be asked."""
@@ -341,12 +343,12 @@ class Turn:
         if self.first_byte is None or self.left_to_decode or self.draft.get("retries") or not computed:
             return
         ms = (self.first_byte - self.decode_began) * 1e3
-        self.fleet.learn_first_byte(placement.decode, ms, computed, local=placement.prefill is None)
+        self.fleet.costs.learn_first_byte(placement.decode.url, ms, computed, local=placement.prefill is None)
 
     def decoding(self, placement: Placement, prefilled: wire.Handle | None) -> Decoding:
         """D is next. One that runs our connector takes along the leases that are due there."""
         decode = placement.decode
-        self.asked = self.fleet.processes.asked(decode.url)
+        self.asked = self.fleet.restarts.fence(decode.url)
         self.reserve(placement)
         if decode.connector is None:
             return Decoding(self, placement, prefilled)
@@ -354,7 +356,7 @@ class Turn:
             retain=self.reuses and self._leaves_something and self.shows_handle(decode),
             shared=self.by_connector,
             retain_s=self._retain_s(),
-            release=self.fleet.to_release(Holder(decode.url), _RIDING),
+            release=self.fleet.releases.take(Holder(decode.url), _RIDING),
         )
         return Decoding(self, placement, prefilled, ask=ask)
 
@@ -394,7 +396,7 @@ class Turn:
         if engine is None:
             return self.refuse(None, 503, "no decode engine is left to try", Leg.DECODE, now, give_back)
         placement = Placement(Route.LOCAL, engine, reason=reason, proof=Proof.ENGINE)
-        self.asked = self.fleet.processes.asked(engine.url)
+        self.asked = self.fleet.restarts.fence(engine.url)
         self.reserve(placement)
         return Decoding(self, placement, None, as_it_is=True), give_back
 
@@ -459,7 +461,7 @@ class Turn:
 
     def _is_outlived(self) -> bool:
         """Whether the process that made the handle taken has been replaced since."""
-        return self.spare is not None and self.restarts != self.fleet.processes.restarts(self.spare.decode)
+        return self.spare is not None and self.restarts != self.fleet.restarts.count(self.spare.decode)
 
     def doubted(self) -> Actions:
         """Nobody knows whose the handle taken is: this turn does not read it, nor does another. It is released, since D may be
@@ -521,15 +523,15 @@ class Turn:
         """Files what D left, or has it freed. `generated` and `ran` are the ids that D says it made and was given."""
         decode = placement.decode
         actions: Actions = ()
-        outlived = handle is not None and self.fleet.is_outlived(decode.url, handle.engine_id, self.asked)
+        outlived = handle is not None and self.fleet.restarts.is_outlived(decode.url, handle.engine_id, self.asked)
         if handle is not None and not outlived:
-            before = self.fleet.saw_engine_id(decode, handle.engine_id, self.asked)
+            before = self.fleet.restarts.saw_engine_id(decode.url, handle.engine_id, self.asked)
             if before is not None:
                 actions = (DropEngine(decode.url, before),)
         if self._is_outlived():
             self.void = Reason.ENGINE_CHANGED
         if ran is not None and self.token_ids is not None and ran is not self.token_ids and ran != self.token_ids:
-            self.fleet.note_ids_ignored()
+            self.fleet.capabilities.note_ids_ignored()
             self.token_ids = None
         if ran is None and self.facts.api.shows_ids:  # it was asked, and may have rendered the messages by itself
             self.token_ids = None
@@ -572,15 +574,15 @@ class Turn:
         )
         return (*actions, Settle(self.key, self.taken, branch))
 
-    def _exact(self, generated: tuple[int, ...] | None) -> Kept | None:
+    def _exact(self, generated: tuple[int, ...] | None) -> TokenHistory | None:
         if self.said is None or self.token_ids is None or not generated:
             return None
-        return Kept.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
+        return TokenHistory.of(self.token_ids, generated, self.said, wire.rendering(self.facts))
 
     def _is_never_sure(self, held: Held) -> bool:
         if held.leased:
             return False
-        processes, engine_id = self.fleet.processes, held.handle.engine_id
+        processes, engine_id = self.fleet.restarts, held.handle.engine_id
         processes.warn_of_fixed(held.decode, engine_id)
         return processes.is_never_sure(held.decode, engine_id)
 
@@ -637,7 +639,7 @@ class Turn:
         if handle.digests:
             return Held(handle, decode.url, deadline, handle.tokens)
         if decode.connector is not None:
-            self.fleet.note_no_digests(decode)
+            self.fleet.capabilities.note_no_digests(decode)
         if self.token_ids is None or handle.groups > 1 or handle.whole:
             return None
         # The KV of the last token is computed only when another follows, and under asynchronous scheduling an engine counts
@@ -667,7 +669,7 @@ class Turn:
             return
         is_prefill = engine.role is Role.PREFILL
         if is_prefill:
-            self.fleet.note_account(engine, account)
+            self.fleet.accounts.add(engine.url, account)
             self.draft |= {
                 "offered": account.offered or 0,
                 "verified": account.verified,
@@ -680,9 +682,9 @@ class Turn:
         else:
             self.draft["decode_cached"] = account.local
             if account.why == "prompt_differs":
-                self.fleet.count_prompt_differed()
+                self.fleet.counters.add("prompts_differed")
             elif given is not None and account.received == 0 and (account.computed or 0) >= (engine.block_size or 1):
-                self.fleet.note_computed_twice(engine)
+                self.fleet.capabilities.note_computed_twice(engine)
         if account.prompt is not None and (is_prefill or not self.accounted):
             cached = (account.local or 0) + (account.pulled or 0)
             self.draft |= {"prompt": account.prompt, "cached": cached, "computed": account.prompt - cached}
@@ -740,7 +742,7 @@ class Turn:
         prompt, computed = self.draft.get("prompt"), self.draft.get("computed")
         if placement is None or placement.route is Route.COLD or not prompt or computed is None:
             return None
-        rate = self.fleet.prefill_rate(placement.prefill)
+        rate = self.fleet.costs.prefill_rate(placement.prefill.url if placement.prefill else None)
         if rate is None or self.first_byte is None:
             return None
         spent = self.draft.get("prefill_ms")

@@ -13,7 +13,7 @@ from .. import wire
 from ..errors import error_event
 from .connector_object import Account
 from .endpoint import usage_of
-from .exact_history import Listening, Said
+from .exact_history import AnswerAccumulator, AnswerContent
 from .json_members import NULL, Members
 from .sse import EventSplitter, data_of
 
@@ -33,9 +33,14 @@ class StreamFilter:
     """Passes events on as they are, but for the last few."""
 
     def __init__(
-        self, *, wants_usage: bool, note: Note, account: Told | None = None, listening: Listening | None = None
+        self,
+        *,
+        wants_usage: bool,
+        note: Note,
+        account: Told | None = None,
+        accumulator: AnswerAccumulator | None = None,
     ) -> None:
-        self._listening = listening
+        self._accumulator = accumulator
         self._wants_usage = wants_usage
         self._note = note
         self._account = account
@@ -62,8 +67,8 @@ class StreamFilter:
             if event.startswith(_DONE):
                 self.finished = True
                 continue
-            if self._listening is not None and (heard := data_of(event)) is not None:
-                self._listening.hear(heard)
+            if self._accumulator is not None and (heard := data_of(event)) is not None:
+                self._accumulator.feed(heard)
             if _WATCHED.search(event):
                 out.append(self._look(event))
             else:
@@ -99,9 +104,9 @@ class StreamFilter:
         return b"data: " + wire.join(members) + b"\n\n" if touched else event
 
     @property
-    def said(self) -> Said | None:
+    def said(self) -> AnswerContent | None:
         """What the answer says, where it was listened to."""
-        return self._listening.said if self._listening is not None else None
+        return self._accumulator.said if self._accumulator is not None else None
 
     def _take_handle(self, members: Members) -> Members:
         params = wire.read_params(members.get(wire.HANDLE))
@@ -201,7 +206,7 @@ class ResponsesFilter(NamedEvents):
 
 
 def stream_filter(
-    facts: wire.Facts, note: Note, account: Told | None = None, listening: Listening | None = None
+    facts: wire.Facts, note: Note, account: Told | None = None, accumulator: AnswerAccumulator | None = None
 ) -> StreamFilter:
     """What watches the stream that answers a request."""
     match facts.endpoint:
@@ -210,7 +215,7 @@ def stream_filter(
         case wire.Endpoint.RESPONSES:
             return ResponsesFilter(facts, note, account)
         case wire.Endpoint.CHAT | wire.Endpoint.COMPLETIONS:
-            return StreamFilter(wants_usage=facts.wants_usage, note=note, account=account, listening=listening)
+            return StreamFilter(wants_usage=facts.wants_usage, note=note, account=account, accumulator=accumulator)
 
 
 def cleaned(event: bytes) -> bytes:
