@@ -28,7 +28,7 @@ from backhaul_router.wire.exact_history import AnswerContent, TokenHistory
 from core_values import D1, D2, branch, config, held, leased
 from redis_servers import RedisServer, needs_redis, redis_server
 
-pytestmark = needs_redis
+pytestmark = [needs_redis, pytest.mark.alone]
 
 KEY = Key("", "m", "", "c")
 Open = Callable[..., RedisLedger]
@@ -194,7 +194,6 @@ async def test_the_handles_of_an_engine_that_is_gone_are_dropped_for_all(server:
 # --- one turn has a handle -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 async def test_of_a_thousand_turns_of_four_processes_one_gets_the_handle(server: RedisServer, opens: Open) -> None:
     ledger = opens(server)
     await settle(ledger, b"a", handle=soon("1"))
