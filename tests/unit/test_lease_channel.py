@@ -255,6 +255,7 @@ def test_a_host_that_is_none_is_a_refusal(table: LeaseTable, claims: Claims, hos
     assert settled(claims.claim(Target(host, 9, "shared", "D", table.epoch, shared=True), 2, HASH)).why == "unreachable"
 
 
+@pytest.mark.alone
 def test_many_claims_on_a_holder_that_says_nothing_are_over_soon(table: LeaseTable) -> None:
     claims = Claims(timeout_s=0.5, hold_s=HOLD_S)
     with socket.create_server((HOST, 0), backlog=100) as silent:
