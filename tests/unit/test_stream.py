@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from backhaul_router import wire
-from backhaul_router.wire.stream import StreamFilter
+from backhaul_router.wire.stream import Listeners, StreamFilter
 from core_values import encoded, params
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ class Watched:
 
     def __init__(self, *, wants_usage: bool = False) -> None:
         self.counted: list[wire.Usage | None] = []
-        self.filter = StreamFilter(wants_usage=wants_usage, count=self.counted.append)
+        self.filter = StreamFilter(Listeners(self.counted.append, wants_usage=wants_usage))
 
     def feed(self, *pieces: bytes) -> bytes:
         return b"".join(map(self.filter.feed, pieces))

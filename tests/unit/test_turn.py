@@ -15,6 +15,7 @@ from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     DropEngine,
     Ended,
     Event,
@@ -27,8 +28,8 @@ from backhaul_router.turn.effects import (
     Send,
     Settle,
     Took,
+    UnexpectedEvent,
 )
-from backhaul_router.turn.steps import Done, UnexpectedEvent
 from backhaul_router.wire import Endpoint, Facts
 from core_values import BLOCK, D1, D2, P1, P2, encoded, facts, fleet, handle, params
 from turn_drive import (
@@ -451,7 +452,7 @@ def test_a_new_engine_id_voids_the_handles_of_the_old_process() -> None:
 def test_ids_that_match_the_messages_but_not_the_tokens_point_at_the_answer() -> None:
     drive = Drive(history((*PROMPT[:100], *[7] * 28)))
     drive.feed(rendered())
-    assert drive.turn.draft["diverged_at"] == 1
+    assert drive.turn.draft.diverged_at == 1
 
 
 # --- requests that decode gets alone -------------------------------------------------------------------------------------

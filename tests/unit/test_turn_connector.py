@@ -29,7 +29,7 @@ from backhaul_router.turn.effects import (
     Settle,
     Took,
 )
-from backhaul_router.turn.preparing import Taking
+from backhaul_router.turn.states import Taking
 from backhaul_router.wire.connector_object import _REASONS, VOID, reason_of
 from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (

@@ -31,9 +31,22 @@ from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Branch, Held, Key
 from backhaul_router.report import Reason, Route
-from backhaul_router.turn.effects import Answered, Call, Chunk, Ended, Open, Opened, Read, Record, Settle, Take, Took
+from backhaul_router.turn.effects import (
+    Answered,
+    Call,
+    Chunk,
+    Done,
+    Ended,
+    Open,
+    Opened,
+    Read,
+    Record,
+    Settle,
+    Take,
+    Took,
+)
 from backhaul_router.turn.placement import Placement, Prompt, place
-from backhaul_router.turn.steps import Done
+from backhaul_router.turn.states import begin
 from backhaul_router.turn.turn import Turn
 from rich.table import Table
 
@@ -258,10 +271,10 @@ def turn(conversations: Conversations, fleet: Fleet, config: RouterConfig, numbe
         facts = wire.read_request(wire.Endpoint.CHAT, body)
         ledger.sweep(1.0)
         running = Turn(facts, identity, config, fleet, 1.0, chain=digests.chain(facts.parts))
-        state, _ = running.begin(1.0)
+        state, _ = begin(running, 1.0)
         chunks = iter((Chunk(answered), Ended()))
         while not isinstance(state, Done):
-            match state.need:
+            match state.ask():
                 case Take(key, chain, parent):
                     state, actions = state.next(Took(ledger.take(key, chain, 1.0, _usable, parent)), 1.0)
                 case Call():

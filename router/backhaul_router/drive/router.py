@@ -133,12 +133,13 @@ class Router:
         return await self.membership.add(Role(role), url)
 
     async def drain_engine(self, url: str) -> Draining:
-        """Sends no new conversation to an engine from now on. Returns what is left there. Raises `ConfigError`."""
+        """Sends no new conversation to an engine from now on. Returns what is left there; may be called again.
+        Raises `ConfigError` for one that is not there."""
         return await self.membership.drain(url)
 
     async def remove_engine(self, url: str, *, within_s: float = 30.0) -> None:
         """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
-        `ConfigError`."""
+        `ConfigError` for one that is not there, and for the last one of its role."""
         await self.membership.remove(url, within_s=within_s)
 
     def reconfigure(self, config: RouterConfig) -> None:
@@ -254,7 +255,8 @@ class Router:
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
         await self._ready_to_release()
-        await self.services.end_conversation(conversation, tenant)
+        self.services.fleet.load.end_conversation(conversation, tenant)
+        await self.services.handles.end_now(self.ledger.forget(conversation, tenant))
 
     def forget(self, conversation: str, tenant: str = "") -> None:
         """As `end_conversation`, which releases in the background."""

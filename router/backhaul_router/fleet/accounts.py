@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..wire.connector_object import Account
-from ..wire.engine_pages import AUDITED
+from ..wire.engine_metrics import AUDITED
 from .engine import Engine
 
 

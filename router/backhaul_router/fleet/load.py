@@ -21,7 +21,7 @@ from functools import lru_cache
 
 import msgspec
 
-from ..wire.engine_pages import Gauges
+from ..wire.engine_metrics import Gauges
 
 MARGIN_MS = 20.0
 """What is gained by less is noise."""

@@ -1,23 +1,24 @@
-"""What is watched for while a stream's events pass: the handle and the ids (taken out), `usage` (the report put in), the end."""
+"""Stream filters: events pass as they are, but for the handle and the ids (taken out), `usage` (the report put in), the end."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import msgspec
 from msgspec import Raw
 
-from .. import wire
 from ..errors import error_event
 from .connector_object import Account
-from .endpoint import usage_of
 from .exact_history import AnswerAccumulator, AnswerContent
-from .json_members import NULL, Members
+from .handle import Handle, quotes_handle, read_params
+from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, join, split, without_handles
 from .sse import EventSplitter, data_of
+from .usage import Usage, noted, read_usage
 
-Count = Callable[[wire.Usage | None], None]
+Count = Callable[[Usage | None], None]
 """Told the usage when it comes."""
 Told = Callable[[Account | None], None]
 """Told what an engine that runs our connector says it did, before `Count`."""
@@ -26,12 +27,24 @@ COMMENT: Final = b": backhaul "
 """Begins the comment that has the report, to clients that ask for it."""
 _DONE: Final = b"data: [DONE]"
 _QUOTES_HANDLE: Final = "the engine failed (its message is not shown: it quotes a handle)"
-_FORBIDDEN: Final = re.compile("|".join(f'"{key}"' for key in sorted(wire.FORBIDDEN)).encode())
-_WATCHED: Final = re.compile("|".join(f'"{key}"' for key in ("usage", "error", *sorted(wire.FORBIDDEN))).encode())
+_FORBIDDEN: Final = re.compile("|".join(f'"{key}"' for key in sorted(FORBIDDEN)).encode())
+_WATCHED: Final = re.compile("|".join(f'"{key}"' for key in ("usage", "error", *sorted(FORBIDDEN))).encode())
 _NAME: Final = re.compile(rb"event: *([\w.]+)")
 
 
-class _UsageEvent(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who is told what of a stream, and what of it the client has asked for."""
+
+    count: Count
+    account: Told | None = None
+    accumulator: AnswerAccumulator | None = None
+    """Fed with the events, to put the answer together."""
+    wants_usage: bool = True
+    shows_ids: bool = False
+
+
+class UsageEvent(msgspec.Struct, frozen=True):
     """An event with usage, in its members or in those of a whole answer that is its `response`."""
 
     head: bytes
@@ -44,30 +57,20 @@ class _UsageEvent(msgspec.Struct, frozen=True):
         if note is None and self.event:
             return self.event
         if self.answer is None:
-            members = wire.noted(self.members, note)
+            members = noted(self.members, note)
         else:
-            members = {**self.members, "response": Raw(wire.join(wire.noted(self.answer, note)))}
-        return self.head + wire.join(members) + b"\n\n"
+            members = {**self.members, "response": Raw(join(noted(self.answer, note)))}
+        return self.head + join(members) + b"\n\n"
 
 
 class StreamFilter:
-    """Passes events on as they are, but for the last few. The event that ends the stream is held back, and the last usage with
-    it (`ended`), so that whoever sees them can count on the turn being settled."""
+    """Stream filter of chat and completions: passes events on as they are, but for the last few. The event that ends the stream
+    is held back, and the last usage with it (`ended`), so that whoever sees them can count on the turn being settled."""
 
-    def __init__(
-        self,
-        *,
-        wants_usage: bool,
-        count: Count,
-        account: Told | None = None,
-        accumulator: AnswerAccumulator | None = None,
-    ) -> None:
-        self._accumulator = accumulator
-        self._wants_usage = wants_usage
-        self._count = count
-        self._account = account
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
         self._splitter = EventSplitter()
-        self.handle: wire.Handle | None = None
+        self.handle: Handle | None = None
         self.generated: tuple[int, ...] | None = None
         self.ran: Raw = NULL
         """The prompt's ids as JSON, where the stream says them."""
@@ -78,7 +81,7 @@ class StreamFilter:
         self.finished = False
         self.events = 0
         self._last = b"data: [DONE]\n\n"
-        self._usage: _UsageEvent | None = None
+        self._usage: UsageEvent | None = None
 
     def feed(self, data: bytes) -> bytes:
         """The events that `data` completes, as the client gets them. Raises `msgspec.DecodeError` or `MalformedBody` where an
@@ -90,8 +93,8 @@ class StreamFilter:
                 self.finished = True
                 continue
             out.append(self._passed_usage())
-            if self._accumulator is not None and (heard := data_of(event)) is not None:
-                self._accumulator.feed(heard)
+            if self._listeners.accumulator is not None and (heard := data_of(event)) is not None:
+                self._listeners.accumulator.feed(heard)
             if _WATCHED.search(event):
                 out.append(self._look(event))
             else:
@@ -114,50 +117,51 @@ class StreamFilter:
         if data is None:
             return event
         try:
-            members = wire.split(data)
-        except wire.MalformedBody:
-            if wire.quotes_handle(event):
+            members = split(data)
+        except MalformedBody:
+            if quotes_handle(event):
                 raise
             return event
         if "error" in members and "choices" not in members:
             self.error = data
-            if wire.quotes_handle(event):
+            if quotes_handle(event):
                 return error_event(_QUOTES_HANDLE, type_="server_error", code="decode_failed")
-        if wire.FORBIDDEN & members.keys():
+        if FORBIDDEN & members.keys():
             members = self._take_handle(members)
-            event = b"data: " + wire.join(members) + b"\n\n"
+            event = b"data: " + join(members) + b"\n\n"
         if bytes(members.get("usage", b"null")) != b"null":
-            self._count(wire.read_usage(members["usage"]))
+            self._listeners.count(read_usage(members["usage"]))
             if bytes(members.get("choices", b"")) == b"[]":
-                if self._wants_usage:
-                    self._usage = _UsageEvent(b"data: ", members, event)
+                if self._listeners.wants_usage:
+                    self._usage = UsageEvent(b"data: ", members, event)
                 return b""
         return event
 
     @property
     def said(self) -> AnswerContent | None:
         """What the answer says, where it was listened to."""
-        return self._accumulator.said if self._accumulator is not None else None
+        return self._listeners.accumulator.said if self._listeners.accumulator is not None else None
 
     def _take_handle(self, members: Members) -> Members:
-        params = wire.read_params(members.get(wire.HANDLE))
+        params = read_params(members.get(HANDLE))
         self.handle, self.generated = params.handle or self.handle, params.token_ids or self.generated
-        if self._account is not None:
-            self._account(params.account)
-        return {key: value for key, value in members.items() if key not in wire.FORBIDDEN}
+        if self._listeners.account is not None:
+            self._listeners.account(params.account)
+        return {key: value for key, value in members.items() if key not in FORBIDDEN}
 
 
 class NamedEvents(StreamFilter):
-    """Events that have names, of which one ends the stream."""
+    """Stream filter of events that have names, of which one ends the stream."""
 
     early: ClassVar[frozenset[bytes]] = frozenset()
     """Sent before the engine has done anything. They are held back until it has, so that the turn can still be tried again."""
     ends: ClassVar[frozenset[bytes]]
     errors: ClassVar[frozenset[bytes]]
 
-    def __init__(self, facts: wire.Facts, count: Count, account: Told | None = None) -> None:
-        super().__init__(wants_usage=True, count=count, account=account)
-        self._facts = facts
+    def __init__(self, listeners: Listeners, error_event: Callable[..., bytes]) -> None:
+        """`error_event`: the API's own."""
+        super().__init__(listeners)
+        self._error_event = error_event
         self._held: list[bytes] = []
         self._last = b""
 
@@ -178,8 +182,8 @@ class NamedEvents(StreamFilter):
             if name in self.errors:
                 self.error = data_of(event) or b""
             passed = self._passed(event, name)
-            if name in self.errors and wire.quotes_handle(passed):
-                passed = self._facts.api.error_event(
+            if name in self.errors and quotes_handle(passed):
+                passed = self._error_event(
                     _QUOTES_HANDLE, type_="server_error", code="decode_failed", events=self.events
                 )
             if name in self.ends or name in self.errors:
@@ -193,62 +197,7 @@ class NamedEvents(StreamFilter):
 
     @staticmethod
     def _members(event: bytes) -> Members:
-        return wire.split(data_of(event) or b"")
-
-
-class MessagesFilter(NamedEvents):
-    """Anthropic's events: `message_delta` has the usage and, by our plugin, the handle."""
-
-    ends = frozenset({b"message_stop"})
-    errors = frozenset({b"error"})
-
-    def _passed(self, event: bytes, name: bytes) -> bytes:
-        if name != b"message_delta":
-            return cleaned(event)
-        members = self._members(event)
-        if wire.FORBIDDEN & members.keys():
-            members = self._take_handle(members)
-            event = _head(name) + wire.join(members) + b"\n\n"
-        if "usage" not in members:
-            return event
-        self._count(usage_of(self._facts.api, members["usage"]))
-        self._usage = _UsageEvent(_head(name), members, event)
-        return b""
-
-
-class ResponsesFilter(NamedEvents):
-    """OpenAI's events: the last one has the whole response, the handle with it."""
-
-    early = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
-    ends = frozenset({b"response.completed", b"response.incomplete"})
-    errors = frozenset({b"response.failed", b"error"})
-
-    def _passed(self, event: bytes, name: bytes) -> bytes:
-        if name not in self.ends:
-            return cleaned(event)
-        members = self._members(event)
-        answer = wire.read_answer(self._facts.endpoint, wire.split(members.get("response", NULL)))
-        self.handle, self.generated, self.ran = answer.params.handle, answer.generated, answer.ran
-        self.answer_id = answer.id
-        if self._account is not None:
-            self._account(answer.params.account)
-        self._count(answer.usage)
-        shown = wire.client_answer(self._facts, answer.members)
-        self._usage = _UsageEvent(_head(name), members, answer=shown)
-        return b""
-
-
-def stream_filter(
-    facts: wire.Facts, count: Count, account: Told | None = None, accumulator: AnswerAccumulator | None = None
-) -> StreamFilter:
-    """What watches the stream that answers a request."""
-    match facts.endpoint:
-        case wire.Endpoint.MESSAGES:
-            return MessagesFilter(facts, count, account)
-        case wire.Endpoint.RESPONSES:
-            return ResponsesFilter(facts, count, account)
-        case wire.Endpoint.CHAT | wire.Endpoint.COMPLETIONS:
-            return StreamFilter(wants_usage=facts.wants_usage, count=count, account=account, accumulator=accumulator)
+        return split(data_of(event) or b"")
 
 
 def cleaned(event: bytes) -> bytes:
@@ -256,11 +205,12 @@ def cleaned(event: bytes) -> bytes:
     if _FORBIDDEN.search(event) is None:
         return event
     data = data_of(event)
-    if data is None or (kept := wire.without_handles(data)) == data:
+    if data is None or (kept := without_handles(data)) == data:
         return event
     fields = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
     return b"\n".join([*fields, b"data: " + kept]) + b"\n\n"
 
 
-def _head(name: bytes) -> bytes:
+def head_of(name: bytes) -> bytes:
+    """What an event begins with, up to its data."""
     return b"event: " + name + b"\ndata: "
