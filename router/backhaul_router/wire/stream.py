@@ -23,6 +23,8 @@ Told = Callable[[Account | None], None]
 """Told what an engine that runs our connector says it did, before `Note`."""
 
 _DONE: Final = b"data: [DONE]"
+_NO_HANDLE: Final = b',"kv_transfer_params":null'
+"""In every chunk of vLLM 0.33. It can be cut out unread: within a JSON string the quotes would be escaped."""
 _QUOTES_HANDLE: Final = "the engine failed (its message is not shown: it quotes a handle)"
 _FORBIDDEN: Final = re.compile("|".join(f'"{key}"' for key in sorted(wire.FORBIDDEN)).encode())
 _WATCHED: Final = re.compile("|".join(f'"{key}"' for key in ("usage", "error", *sorted(wire.FORBIDDEN))).encode())
@@ -64,6 +66,7 @@ class StreamFilter:
                 continue
             if self._listening is not None and (heard := data_of(event)) is not None:
                 self._listening.hear(heard)
+            event = event.replace(_NO_HANDLE, b"")
             if _WATCHED.search(event):
                 out.append(self._look(event))
             else:
@@ -183,7 +186,7 @@ class ResponsesFilter(NamedEvents):
     """OpenAI's events: the last one has the whole response, the handle with it."""
 
     early = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
-    ends = frozenset({b"response.completed", b"response.incomplete"})
+    ends = frozenset({b"response.completed", b"response.incomplete", b"response.cancelled"})
     errors = frozenset({b"response.failed", b"error"})
 
     def _passed(self, event: bytes, name: bytes) -> bytes:
