@@ -91,7 +91,7 @@ class Responses(Api):
     )
     asks_for_ids = "enable_response_messages"
     shows_ids = True
-    streams_handles = True
+    streams_handles_since = (0, 32)
     refers_to_answers = True
 
     def history(self, members: Members) -> History:
