@@ -1,6 +1,6 @@
 """Renews the leases of conversations that are open, before they end: while an agent thinks, a tool runs, a human decides.
 
-One timer serves the whole process, in the portal's event loop, and only while there is something to renew. A conversation is
+One timer serves the whole process, in the background event loop, and only while there is something to renew. A conversation is
 due when half of the time is gone for which its last turn's handle can be used; a turn in between puts that off. Conversations
 are held weakly: one that is dropped is no longer renewed.
 """
@@ -43,7 +43,7 @@ class _Watch:
     deadline: float
 
 
-def _on_portal(delay_s: float, call: Callable[[], None]) -> None:
+def _in_background(delay_s: float, call: Callable[[], None]) -> None:
     background_loop.shared().later(delay_s, call)
 
 
@@ -53,7 +53,7 @@ class KeepAlive:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        later: Callable[[float, Callable[[], None]], None] = _on_portal,
+        later: Callable[[float, Callable[[], None]], None] = _in_background,
     ) -> None:
         self._clock = clock
         self._later = later

@@ -98,9 +98,9 @@ async def test_a_process_that_ends_while_leases_are_kept_leaves_none(pair: Loopb
     code = textwrap.dedent(f"""
         import asyncio, time, backhaul
         from backhaul import _conversation, _keepalive
-        from backhaul_router import portal
+        from backhaul_router.drive.background_loop import shared
         _conversation.keeper = _keepalive.KeepAlive(
-            lambda: time.monotonic() * 1000, lambda delay_s, call: portal.shared().later(delay_s / 1000, call))
+            lambda: time.monotonic() * 1000, lambda delay_s, call: shared().later(delay_s / 1000, call))
         client = backhaul.{kind}(prefill=[{pair.prefill.url!r}], decode=[{pair.decode.url!r}])
         chat = backhaul.conversation("c1").__enter__()
         {"async " if wait else ""}def main():

@@ -1,4 +1,4 @@
-"""`backhaul doctor` and the router's own checks: which pairs of engines can exchange KV, found out with a tiny exchange."""
+"""`backhaul doctor` and the router's own checks: which pairs of engines can exchange KV, found out with a tiny conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backhaul_router.engines import doctor, pair_probe
 from backhaul_router.engines.describe import describe
 from backhaul_router.engines.doctor import Diagnosis, Severity, diagnose, table
 from backhaul_router.engines.pair_probe import Verdict
-from backhaul_router.fleet.fleet import Role
+from backhaul_router.fleet.engine import Role
 from backhaul_router.report import Reason, Route
 from router_turns import Cluster, first_turn, opening, run_cluster
 
@@ -44,14 +44,14 @@ async def examine(*pair: LoopbackEngine) -> Diagnosis:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an exchange, only the request that may hang is given little time: the others must be answered."""
-    turn_two = pair_probe._Exchange._turn_two
+    """Of a probe, only the request that may hang is given little time: the others must be answered."""
+    turn_two = pair_probe._Probe._turn_two
 
-    async def soon_given_up(run: pair_probe._Exchange, *args: Any) -> Verdict:
+    async def soon_given_up(run: pair_probe._Probe, *args: Any) -> Verdict:
         run.timeout_s = 0.3
         return await turn_two(run, *args)
 
-    monkeypatch.setattr(pair_probe._Exchange, "_turn_two", soon_given_up)
+    monkeypatch.setattr(pair_probe._Probe, "_turn_two", soon_given_up)
 
 
 def whats(diagnosis: Diagnosis) -> str:

@@ -19,8 +19,8 @@ from backhaul_loopback import LoopbackEngine
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.errors import ConfigError, Leg
-from backhaul_router.fleet.breakers import SEVERAL, BreakerState, Where
-from backhaul_router.fleet.fleet import Role
+from backhaul_router.fleet.breakers import SEVERAL, BreakerState, EngineLeg
+from backhaul_router.fleet.engine import Role
 from backhaul_router.report import Reason, ReuseReport, Route
 from router_turns import CHAT, COMPLETIONS, Cluster, first_turn, opening, run_cluster, system, user
 
@@ -44,7 +44,7 @@ async def until(true: Callable[[], bool], within_s: float = BACK_S, what: str = 
 
 
 def breaker(cluster: Cluster, engine: LoopbackEngine, leg: Leg) -> BreakerState:
-    return cluster.router.fleet.breakers()[Where(engine.url, leg)]
+    return cluster.router.fleet.breaker_states()[EngineLeg(engine.url, leg)]
 
 
 # --- what opens a breaker, over real sockets -----------------------------------------------------------------------------
@@ -81,7 +81,7 @@ async def test_a_poisonous_request_that_is_repeated_shuts_nobody_out(named: bool
         for _ in range(3 * SEVERAL):
             answer = await cluster.ask({"messages": opening()}, conversation="c" if named else None)
             assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
-        assert set(cluster.router.fleet.breakers().values()) == {BreakerState.CLOSED}
+        assert set(cluster.router.fleet.breaker_states().values()) == {BreakerState.CLOSED}
         assert {report.retries for report in cluster.reports} == {1}
 
 
@@ -144,9 +144,9 @@ async def test_an_engine_that_is_added_gets_turns() -> None:
     async with run_cluster() as cluster, LoopbackEngine("decode") as more:
         await cluster.router.connect()
         await cluster.router.add_engine(Role.DECODE, more.url + "/")
-        cluster.router.fleet.begin(cluster.router.fleet.decode[0])
+        cluster.router.fleet.load.begin(cluster.router.fleet.decode[0].url)
         report = (await cluster.exact({"messages": opening()})).reused
-        cluster.router.fleet.end(cluster.router.fleet.decode[0])
+        cluster.router.fleet.load.end(cluster.router.fleet.decode[0].url)
         assert report.decode_engine == more.url
         assert more.url.encode() in cluster.router.engine_urls
         await cluster.router.end_conversation("c")

@@ -89,7 +89,7 @@ async def test_a_one_shot_call_is_kept_for_a_short_time_by_engines_that_can() ->
 async def test_a_one_shot_call_of_a_stock_engine_is_released_after_that_time() -> None:
     seconds = 0.0
     async with run_cluster() as cluster:
-        cluster.router.clock = lambda: seconds
+        cluster.router.services.clock = lambda: seconds
         report, _ = await ask(cluster, opening())
         assert report.handle_remaining_s == ONE_SHOT_S
         seconds = ONE_SHOT_S

@@ -12,8 +12,9 @@ from backhaul_loopback import LoopbackEngine
 from backhaul_router.engines.describe import describe
 from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.engines.load_polling import LoadPolling
-from backhaul_router.fleet.fleet import Engine, Fleet, Role
-from backhaul_router.fleet.load import Gauges
+from backhaul_router.fleet.engine import Engine, Role
+from backhaul_router.fleet.fleet import Fleet
+from backhaul_router.wire.engine_metrics import Gauges
 from router_turns import first_turn, opening, run_cluster, user
 
 OURS = {"connector": "backhaul"}
@@ -47,7 +48,7 @@ async def test_a_conversation_leaves_a_full_decode_engine_and_its_history_comes_
         home = cluster.reports[0].decode_engine
         assert home == cluster.d.url
         fleet = cluster.router.fleet
-        fleet.note_gauges(engine_at(fleet, home), Gauges(4, 0, 0.99), cluster.router.clock())
+        fleet.load.read(engine_at(fleet, home).url, Gauges(4, 0, 0.99), cluster.router.clock())
         report = (await cluster.exact({"messages": messages})).reused
         assert (report.moved, report.decode_engine, report.route) == ("decode:full", cluster.decode[1].url, "warm")
         assert report.pulled

@@ -209,9 +209,9 @@ async def test_calls_in_flight_are_shown_by_engine() -> None:
     async with run_cluster() as cluster:
         metrics = watched(cluster)
         await cluster.router.connect()
-        cluster.router.fleet.begin(cluster.router.fleet.prefill[0])
+        cluster.router.fleet.load.begin(cluster.router.fleet.prefill[0].url)
         page = read(metrics)
-        cluster.router.fleet.end(cluster.router.fleet.prefill[0])
+        cluster.router.fleet.load.end(cluster.router.fleet.prefill[0].url)
     assert page.value("engine_in_flight", engine=cluster.p.url) == 1
     assert page.value("engine_in_flight", engine=cluster.d.url) == 0
 

@@ -70,14 +70,14 @@ async def test_a_model_that_no_engine_ever_served_is_the_engines_word_and_shuts_
     async with run_cluster() as cluster:
         answer = await cluster.exact({"messages": opening(), "model": "never heard of"})
         assert answer.status == 404
-        assert not cluster.router.fleet.breaker.any_open
+        assert not cluster.router.fleet.breakers.any_open
 
 
 async def test_prefill_and_decode_the_wrong_way_round_give_right_answers_all_the_same() -> None:
     async with run_cluster(p={"prefix_caching": False}) as cluster:
         cluster.prefill, cluster.decode = cluster.decode, cluster.prefill
         urls = {"prefill": (cluster.p.url,), "decode": (cluster.d.url,)}
-        cluster.router.config = RouterConfig(**urls, local_max_tokens=0, check_pairs=False)
+        cluster.router.reconfigure(RouterConfig(**urls, local_max_tokens=0, check_pairs=False))
         history = await first_turn(cluster)
         assert (await cluster.exact({"messages": history})).reused.route is Route.WARM
 

@@ -10,7 +10,7 @@ from backhaul_loopback import LoopbackEngine
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.errors import ConfigError
-from backhaul_router.fleet.fleet import Role
+from backhaul_router.fleet.engine import Role
 from backhaul_router.report import ReuseReport
 from router_turns import CHAT, opening
 

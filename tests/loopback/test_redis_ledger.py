@@ -24,7 +24,7 @@ from backhaul_router.ledger.redis_ledger import RedisLedger
 from backhaul_router.ledger.redis_scripts import MOVE_EPOCH
 from backhaul_router.report import Reason
 from backhaul_router.serve.settings import load
-from backhaul_router.wire.exact_history import Kept, Said
+from backhaul_router.wire.exact_history import AnswerContent, TokenHistory
 from core_values import D1, D2, branch, config, held, leased
 from redis_servers import RedisServer, needs_redis, redis_server
 
@@ -104,13 +104,13 @@ async def test_what_a_turn_leaves_with_one_router_the_next_one_finds_with_anothe
     server: RedisServer, opens: Open
 ) -> None:
     a, b = opens(server), opens(server)
-    said = Said("hello", (("look", b'{"a":1}'), ("raw", "{")), "because")
+    said = AnswerContent("hello", (("look", b'{"a":1}'), ("raw", "{")), "because")
     left = branch(
         (b"a",),
         range(1024),
         held=soon("1"),
         prompt_tokens=700,
-        exact=Kept(array("I", (1, 2**31, 2**32 - 1)), said, b"rendering"),
+        exact=TokenHistory(array("I", (1, 2**31, 2**32 - 1)), said, b"rendering"),
     )
     taken = await take(a, b"a")
     assert await a.settle(KEY, taken, left, time.monotonic()) == ()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from backhaul_loopback import LoopbackEngine
-from backhaul_router.drive.router import Router
+from backhaul_router.drive.services import Services
 from backhaul_router.engines.doctor import Severity, diagnose
-from backhaul_router.fleet.fleet import Role
+from backhaul_router.fleet.engine import Role
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.report import Reason, Route
 from router_turns import STORY, Cluster, first_turn, opening, run_cluster, system, user
@@ -143,7 +143,7 @@ async def test_what_is_dropped_of_a_process_that_may_be_the_same_is_released() -
 
 
 async def test_it_is_asked_too_where_the_pair_has_not_been_checked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Router, "_check_before_it_is_needed", lambda router, branch: None)
+    monkeypatch.setattr(Services, "_check_pair_in_time", lambda services, by, decode: None)
     async with run_cluster(p=NO_CACHE, d=FIXED, check_pairs=True) as cluster:
         history = await first_turn(cluster)
         await restart(cluster.d, cluster)
@@ -158,7 +158,7 @@ async def test_with_several_api_servers_one_new_handle_tells_that_nothing_has_ch
     monkeypatch.setattr("backhaul_router.engines.describe.start_of", lambda page: None)
     async with run_cluster(p=NO_CACHE) as cluster:
         histories = {name: await first_turn(cluster, conversation=name) for name in "ab"}
-        cluster.router.fleet.processes.doubt(cluster.d.url)
+        cluster.router.fleet.restarts.doubt(cluster.d.url)
         report = await asked(cluster, histories["a"], conversation="a")
         assert (report.route, report.reason) == (Route.COLD, Reason.ENGINE_CHANGED)
         assert (await asked(cluster, histories["b"], conversation="b")).route is Route.WARM
@@ -188,7 +188,7 @@ async def test_a_load_that_was_read_in_between_shows_it_too() -> None:
         await cluster.router.settled()
         await restart(used, cluster)
         await cluster.reconnected()
-        cluster.router.clock = lambda: time.monotonic() + 1.0  # by when the load is to be read again
+        cluster.router.services.clock = lambda: time.monotonic() + 1.0  # by when the load is to be read again
         await asked(cluster, opening("Another agent."), conversation=None)
         await cluster.router.settled()
         report = await asked(cluster, history)

@@ -13,7 +13,7 @@ import pytest
 from backhaul_loopback import LoopbackEngine
 from backhaul_router.engines.leases import EngineLeases
 from backhaul_router.errors import LeaseError
-from backhaul_router.fleet.fleet import Holder
+from backhaul_router.fleet.engine import Holder
 from backhaul_router.report import Proof, Reason, Route
 from router_turns import (
     CHAT,
@@ -293,7 +293,7 @@ async def test_a_client_that_leaves_in_mid_stream_can_ask_again(cluster: Cluster
 async def test_a_lease_that_is_gone_is_not_read_and_does_not_fail_the_turn(cluster: Cluster) -> None:
     messages = await first_turn(cluster)
     lease = await only_lease(cluster)
-    cluster.router.fleet.release_later(Holder(cluster.d.url), [lease])
+    cluster.router.fleet.releases.add(Holder(cluster.d.url), [lease])
     await cluster.router.settled()
     report = (await cluster.exact({"messages": messages})).reused
     assert (report.route, report.reason, report.retries, report.status) == (Route.COLD, Reason.EXPIRED, 0, 200)
@@ -355,13 +355,13 @@ async def test_a_conversation_can_be_renewed_past_its_lease() -> None:
         assert 280 < left <= 290
         (lease,) = (await kept(cluster)).leases
         assert 290 < lease.remaining_s <= 300
-        cluster.router.clock = lambda: time.monotonic() + 200
+        cluster.router.services.clock = lambda: time.monotonic() + 200
         assert (await cluster.exact({"messages": messages})).reused.route is Route.WARM
 
 
 async def test_a_lease_that_ended_cannot_be_renewed(cluster: Cluster) -> None:
     messages = await first_turn(cluster)
-    cluster.router.fleet.release_later(Holder(cluster.d.url), [await only_lease(cluster)])
+    cluster.router.fleet.releases.add(Holder(cluster.d.url), [await only_lease(cluster)])
     await cluster.router.settled()
     assert await cluster.router.renew("c") is None
     assert (await cluster.exact({"messages": messages})).reused.reason is Reason.EXPIRED

@@ -120,7 +120,7 @@ async def test_a_prefill_that_hangs_is_given_up() -> None:
 async def test_a_read_that_hangs_is_run_again_cold() -> None:
     async with run_cluster() as cluster:
         history = await first_turn(cluster)
-        cluster.router.config = dataclasses.replace(cluster.router.config, prefill_timeout_s=2.0)
+        cluster.router.reconfigure(dataclasses.replace(cluster.router.config, prefill_timeout_s=2.0))
         cluster.p.faults.stall, cluster.p.faults.times = True, 1
         assert (await third(cluster, history)).reason is Reason.READ_FAILED
 
@@ -221,7 +221,7 @@ async def test_a_decode_that_falls_silent_is_given_up() -> None:
 async def test_a_handle_is_not_offered_in_the_last_seconds_of_its_lease() -> None:
     now = 0.0
     async with run_cluster(decoder_kv_blocks_ttl=480.0, lease_margin_s=10.0) as cluster:
-        cluster.router.clock = lambda: now
+        cluster.router.services.clock = lambda: now
         history = await first_turn(cluster)
         now = 469.9
         history = [*history, (await cluster.exact({"messages": history})).message, user("Third. " + STORY)]
@@ -500,7 +500,7 @@ async def test_an_engine_that_comes_later_is_used() -> None:
     async with run_cluster(decode=2) as cluster:
         late = cluster.decode[1]
         await cluster.kill(late)
-        cluster.router.clock = lambda: now
+        cluster.router.services.clock = lambda: now
         await cluster.router.connect()
         assert [e.url for e in cluster.router.fleet.decode] == [cluster.d.url]
         await late.restart()

@@ -286,7 +286,7 @@ async def test_only_clients_on_this_machine_see_and_end_conversations(client: st
     assert is_loopback(client and (client, 1)) is local  # type: ignore[arg-type]
     for method, path in (("GET", ON_RECORD), ("GET", f"{ON_RECORD}/c1"), ("DELETE", f"{ON_RECORD}/c1")):
         app.reports.record(ReuseReport(conversation="c1", turn=1, route="cold"))  # type: ignore[arg-type]
-        app.router._fleet = None
+        app.router.membership.connected = False
         status, _ = await call(app, method, path, client)
         assert (status == 403) is not local
     await app.router.aclose()

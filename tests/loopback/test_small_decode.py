@@ -13,7 +13,7 @@ import pytest
 from backhaul_loopback import CostModel, LoopbackEngine, VirtualClock
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
-from backhaul_router.engines.retention_polling import look
+from backhaul_router.engines.retention_polling import poll_retention
 from backhaul_router.fleet.retention import Cause
 from backhaul_router.report import Reason, ReuseReport, Route
 from router_turns import BLOCK, CHAT, STORY, Cluster, opening, run_cluster, system, user
@@ -159,7 +159,7 @@ async def test_what_another_router_keeps_there_is_known_once_the_engine_was_aske
         await cluster.ask({"messages": [system("Ours. " + LONG), user("Hi")]})
         router, url = cluster.router, cluster.d.url
         assert router.retention.retained(url) < cluster.d.pinned_blocks * BLOCK
-        await look(router.client, router.fleet, router.leases_kept, [url])
+        await poll_retention(router.client, router.fleet, router.services.leases, [url])
         assert router.retention.retained(url) == cluster.d.pinned_blocks * BLOCK
         await other.aclose()
 
@@ -178,14 +178,14 @@ async def test_a_conversation_that_announced_a_pause_is_given_up_before_one_that
     engine: dict[str, Any],
 ) -> None:
     async with run_cluster(engine=engine) as cluster:
-        cluster.router.clock = lambda: 0.0
+        cluster.router.services.clock = lambda: 0.0
         await cluster.ask({"messages": opening()}, conversation="goes on")
         await cluster.ask({"messages": opening()}, conversation="pauses", headers=[("X-Backhaul-Pause", "60")])
         router, url = cluster.router, cluster.d.url
         router.retention.know(url, router.retention.retained(url), BLOCK)
         [decode] = router.fleet.decode
         reserved = router.fleet.reserve(decode, BLOCK, 0, sent=True)
-        router.give_up_retained()
+        router.services.handles.give_up_retained()
         assert not router.ledger.held_for("pauses")
         assert router.ledger.held_for("goes on")
         router.retention.unreserve(reserved)

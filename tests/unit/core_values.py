@@ -9,7 +9,8 @@ from typing import Any
 
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
-from backhaul_router.fleet.fleet import Engine, Fleet, Role
+from backhaul_router.fleet.engine import Engine, Role
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Branch, Held, Taken
 from backhaul_router.wire import Endpoint, Facts, Handle

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 from backhaul_router.errors import FailureKind, Leg
-from backhaul_router.fleet.breakers import SEVERAL, WINDOW_S, Breakers, BreakerState, Where, Who
-from backhaul_router.fleet.fleet import Fleet, Role
+from backhaul_router.fleet.breakers import SEVERAL, WINDOW_S, Breakers, BreakerState, EngineLeg, FailedRequest
+from backhaul_router.fleet.engine import Role
+from backhaul_router.fleet.fleet import Fleet
 from core_values import D1, D2, P1, P2, engine, fleet
 
-AT = Where(P1, Leg.PREFILL)
+AT = EngineLeg(P1, Leg.PREFILL)
 LATER = [FailureKind.TIMEOUT, FailureKind.BROKEN, FailureKind.ERROR]
 
 
-def who(number: int) -> Who:
-    return Who(f"c{number}", b"%d" % number)
+def who(number: int) -> FailedRequest:
+    return FailedRequest(f"c{number}", b"%d" % number)
 
 
 def shut(on: Fleet, url: str, kind: FailureKind = FailureKind.ERROR) -> None:
@@ -35,19 +36,21 @@ def test_failures_of_several_conversations_open_a_breaker(kind: FailureKind) -> 
 @pytest.mark.parametrize("kind", LATER)
 def test_one_conversation_cannot_open_a_breaker_however_often_it_fails(kind: FailureKind) -> None:
     breakers = Breakers()
-    assert not any(breakers.failed(AT, kind, Who("c", b"%d" % number), 0.0) for number in range(100))
+    assert not any(breakers.failed(AT, kind, FailedRequest("c", b"%d" % number), 0.0) for number in range(100))
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_one_request_cannot_open_a_breaker_under_however_many_names(named: bool) -> None:
     breakers = Breakers()
     names = (f"c{number}" if named else "" for number in range(100))
-    assert not any(breakers.failed(AT, FailureKind.BROKEN, Who(name, b"poison"), 0.0) for name in names)
+    assert not any(breakers.failed(AT, FailureKind.BROKEN, FailedRequest(name, b"poison"), 0.0) for name in names)
 
 
 def test_different_requests_without_a_conversation_are_several() -> None:
     breakers = Breakers()
-    assert any(breakers.failed(AT, FailureKind.BROKEN, Who("", b"%d" % number), 0.0) for number in range(SEVERAL))
+    assert any(
+        breakers.failed(AT, FailureKind.BROKEN, FailedRequest("", b"%d" % number), 0.0) for number in range(SEVERAL)
+    )
 
 
 def test_a_refused_connection_opens_a_breaker_at_once() -> None:
@@ -94,13 +97,13 @@ def test_a_refused_connection_shuts_every_leg_and_another_failure_its_own() -> N
     for number in range(SEVERAL):
         on.note_failure(first, Leg.RENDER, FailureKind.ERROR, who(number), 0.0)
     assert on.available(first)
-    assert on.breakers()[Where(P1, Leg.RENDER)] is BreakerState.OPEN
+    assert on.breaker_states()[EngineLeg(P1, Leg.RENDER)] is BreakerState.OPEN
 
 
 def test_every_leg_of_every_engine_has_a_state() -> None:
     on = fleet(P1, D1)
     shut(on, P1)
-    assert on.breakers() == {
+    assert on.breaker_states() == {
         (P1, Leg.RENDER): BreakerState.CLOSED,
         (P1, Leg.PREFILL): BreakerState.OPEN,
         (D1, Leg.RENDER): BreakerState.CLOSED,
@@ -139,7 +142,7 @@ def test_an_engine_that_is_shut_out_is_the_last_resort_of_a_turn() -> None:
 def test_a_draining_decode_engine_gets_its_own_conversations_and_no_new_ones() -> None:
     on = fleet(P1, D1, D2)
     on.drain(D1)
-    on.begin(engine(D2))
+    on.load.begin(D2)
     assert (picked(on, Role.DECODE), picked(on, Role.DECODE, D1)) == (D2, D1)
 
 

@@ -91,7 +91,7 @@ def test_decode_is_believed_up_to_four_times_what_it_has_shown() -> None:
     costs = Costs()
     assert costs.local_reach(D1) == 0
     for tokens in (10, 20, 30, 40, 50, 60):
-        costs.learn_local(D1, 5.0, tokens)
+        costs.learn_first_byte(D1, 5.0, tokens, local=True)
     assert costs.local_reach(D1) == 240
 
 

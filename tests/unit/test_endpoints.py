@@ -14,7 +14,7 @@ from backhaul_router.serve.asgi import _Out
 from backhaul_router.turn.effects import NoteResponse, Respond
 from backhaul_router.wire import Endpoint, Facts, read_request
 from backhaul_router.wire.connector_object import Account
-from backhaul_router.wire.stream import StreamFilter, stream_filter
+from backhaul_router.wire.stream import StreamFilter
 from core_values import D1, D2, P1, encoded, facts, fleet, params
 from turn_drive import PROMPT, SSE, STREAM, Chunk, Drive, Opened, prefilled, rendered
 
@@ -210,7 +210,7 @@ RESPONSE = {
 
 
 def test_a_response_says_what_it_ran_and_made() -> None:
-    answer = wire.read_answer(RESPONSES, encoded(RESPONSE))
+    answer = wire.read_answer(RESPONSES.api, encoded(RESPONSE))
     assert (answer.generated, wire.read_ids(answer.ran), answer.id) == ((7, 8), (1, 2), "resp_1")
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached) == (9, 3, 4)
@@ -230,18 +230,19 @@ def test_a_response_says_what_it_ran_and_made() -> None:
     ],
 )
 def test_messages_of_another_kind_say_nothing_of_ids(said: Any) -> None:
-    answer = wire.read_answer(RESPONSES, encoded(RESPONSE | {"input_messages": said}))
+    answer = wire.read_answer(RESPONSES.api, encoded(RESPONSE | {"input_messages": said}))
     assert (answer.generated, bytes(answer.ran)) == (None, b"null")
 
 
 def test_a_client_sees_the_messages_of_a_response_only_if_it_asked() -> None:
     members = wire.split(encoded(RESPONSE))
-    seen = json.loads(wire.client_answer(responses(), members, {"route": "warm"}))
+    seen = json.loads(wire.client_answer(RESPONSES.api, members, {"route": "warm"}, shows_ids=False))
     assert (seen["input_messages"], seen["output_messages"]) == (None, None)
     assert seen["usage"] == {**RESPONSE["usage"], "backhaul": {"route": "warm"}}
     assert "kv_transfer_params" not in seen
     asked = responses(enable_response_messages=True)
-    assert json.loads(wire.client_answer(asked, members, None))["input_messages"] == raw([1, 2])
+    seen = json.loads(wire.client_answer(asked.api, members, None, shows_ids=asked.wants_token_ids))
+    assert seen["input_messages"] == raw([1, 2])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_a_client_sees_the_messages_of_a_response_only_if_it_asked() -> None:
 def test_a_message_s_tokens_are_counted_with_those_of_caches(
     usage: dict[str, int], prompt: int, cached: int | None
 ) -> None:
-    answer = wire.read_answer(MESSAGES, encoded({"id": "msg", "content": [], "usage": usage}))
+    answer = wire.read_answer(MESSAGES.api, encoded({"id": "msg", "content": [], "usage": usage}))
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.cached, answer.usage.completion_tokens) == (prompt, cached, 3)
 
@@ -273,7 +274,7 @@ class Watched:
     def __init__(self, request: Facts, note: Mapping[str, object] | None = None) -> None:
         self.told: list[object] = []
         self._note_text = note
-        self.filter: StreamFilter = stream_filter(request, self._note, self._account)
+        self.filter: StreamFilter = request.stream_filter(self._note, self._account)
 
     def _note(self, usage: wire.Usage | None) -> Mapping[str, object] | None:
         self.told.append(usage)
@@ -397,7 +398,7 @@ def test_a_response_whose_ids_are_not_said_leaves_nothing_to_prove() -> None:
     drive.feed(STREAM, Chunk(TEXT + event("response.completed", response=silent)))
     assert (drive.filed.held, drive.filed.missing) == (None, Reason.NO_PROOF)
     assert "d-1" in [name for name, _ in drive.released]
-    assert not drive.fleet.ignores_ids
+    assert not drive.fleet.capabilities.ignores_ids
 
 
 # --- errors --------------------------------------------------------------------------------------------------------------

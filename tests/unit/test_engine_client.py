@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from backhaul_router.engines import http_connection
-from backhaul_router.engines.client import EngineCall, EngineFailure, Kept
+from backhaul_router.engines.client import Detached, EngineCall, EngineFailure
 from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.errors import FailureKind
 
@@ -356,7 +356,7 @@ async def test_cancelling_the_wait_closes_the_connection(client, head):
 @pytest.mark.parametrize("sent", [b"", CHUNKED, CHUNKED + chunk(b"first")], ids=["nothing", "a head", "a chunk"])
 async def test_an_exchange_that_is_kept_is_left_at_once_and_what_was_sent_by_then_is_read(tmp_path, sent, secure):
     waiting, noticed = asyncio.Event(), asyncio.Event()
-    kept = Kept()
+    detached = Detached()
 
     async def behave(peer: Peer) -> None:
         await peer.request()
@@ -368,23 +368,23 @@ async def test_an_exchange_that_is_kept_is_left_at_once_and_what_was_sent_by_the
     client = HttpClient(ca_file=str(CERTIFICATE) if secure else None)
     async with engine(behave, tls=server_tls() if secure else None) as base:
         base = base.replace("127.0.0.1", "localhost")
-        call = asyncio.create_task(client.call(EngineCall(base + PATH, b"{}", kept=kept)))
+        call = asyncio.create_task(client.call(EngineCall(base + PATH, b"{}", detached=detached)))
         await waiting.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert kept.stream is not None
-        kept.stream.leave()
+        assert detached.stream is not None
+        detached.stream.leave()
         async with asyncio.timeout(10):
             await noticed.wait()
         if b"first" in sent:
-            assert await anext(kept.stream) == b"first"
-        assert (await failure_of(anext(kept.stream))).kind is FailureKind.BROKEN
+            assert await anext(detached.stream) == b"first"
+        assert (await failure_of(anext(detached.stream))).kind is FailureKind.BROKEN
     await client.aclose()
 
 
 async def test_an_answer_that_ends_as_it_is_left_is_whole_and_its_connection_is_not_used_again(client):
-    kept, answer = Kept(), asyncio.Event()
+    detached, answer = Detached(), asyncio.Event()
 
     async def behave(peer: Peer) -> None:
         await peer.request()
@@ -396,21 +396,21 @@ async def test_an_answer_that_ends_as_it_is_left_is_whole_and_its_connection_is_
         raise AssertionError("a connection of which one half is closed was used again")
 
     async with engine(behave) as base:
-        call = asyncio.create_task(client.call(EngineCall(base + PATH, b"{}", kept=kept)))
+        call = asyncio.create_task(client.call(EngineCall(base + PATH, b"{}", detached=detached)))
         await answer.wait()
         await asyncio.sleep(0.01)  # part of it has been read
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert kept.stream is not None
-        kept.stream.leave()
-        assert b"".join([data async for data in kept.stream]) == b"ok"
+        assert detached.stream is not None
+        detached.stream.leave()
+        assert b"".join([data async for data in detached.stream]) == b"ok"
     async with engine(answering(OK)) as base:
         assert (await client.call(post(base))).body == b"ok"
 
 
 async def test_a_kept_exchange_that_takes_too_long_is_closed(client):
-    kept, noticed = Kept(), asyncio.Event()
+    detached, noticed = Detached(), asyncio.Event()
 
     async def behave(peer: Peer) -> None:
         await peer.request()
@@ -418,7 +418,7 @@ async def test_a_kept_exchange_that_takes_too_long_is_closed(client):
         noticed.set()
 
     async with engine(behave) as base:
-        failure = await failure_of(client.call(EngineCall(base + PATH, b"{}", timeout_s=0.05, kept=kept)))
+        failure = await failure_of(client.call(EngineCall(base + PATH, b"{}", timeout_s=0.05, detached=detached)))
         assert failure.kind is FailureKind.TIMEOUT
         async with asyncio.timeout(10):
             await noticed.wait()

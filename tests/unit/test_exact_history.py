@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from backhaul_router.wire.exact_history import Listening, Said, said, said_in, splice
+from backhaul_router.wire.exact_history import AnswerAccumulator, AnswerContent, content_of, content_of_answer, splice
 
 END, NEWLINE, USER, ASSISTANT = 2, 10, 100, 101
 
@@ -38,7 +38,7 @@ def call(name: str, arguments: str, **more: Any) -> dict[str, Any]:
     ids=["parts", "whitespace at the end", "no content", "arguments", "no arguments"],
 )
 def test_the_same_answer_is_known_however_it_is_written(answer, history):
-    assert said(answer) == said(history) is not None
+    assert content_of(answer) == content_of(history) is not None
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_the_same_answer_is_known_however_it_is_written(answer, history):
     ],
 )
 def test_an_edited_answer_is_another(answer, history):
-    assert said(answer) != said(history)
+    assert content_of(answer) != content_of(history)
 
 
 def test_an_answer_may_come_back_without_its_reasoning_but_not_with_another() -> None:
-    answer = said(message(content="Hi.", reasoning="Let me think."))
+    answer = content_of(message(content="Hi.", reasoning="Let me think."))
     assert answer is not None
     for reasoning, same in ((None, True), ("Let me think.", True), ("I know.", False)):
-        back = said(message(content="Hi.", reasoning=reasoning))
+        back = content_of(message(content="Hi.", reasoning=reasoning))
         assert back is not None
         assert back.repeats(answer) is same
 
@@ -87,17 +87,17 @@ def choice(finish: str, stop: int | str | None = None) -> dict[str, msgspec.Raw]
 def test_an_answer_that_something_else_than_its_own_end_ended_is_not_known(
     finish: str, stop: int | str | None, known: bool
 ) -> None:
-    assert (said_in(choice(finish, stop), stops=(5,)) is not None) is known
-    heard = Listening(stops=(5,))
-    heard.hear(json.dumps({"choices": [{"delta": {"content": "Hi."}}]}).encode())
+    assert (content_of_answer(choice(finish, stop), stops=(5,)) is not None) is known
+    heard = AnswerAccumulator(stops=(5,))
+    heard.feed(json.dumps({"choices": [{"delta": {"content": "Hi."}}]}).encode())
     assert heard.said is None
-    heard.hear(json.dumps({"choices": [{"delta": {}, "finish_reason": finish, "stop_reason": stop}]}).encode())
+    heard.feed(json.dumps({"choices": [{"delta": {}, "finish_reason": finish, "stop_reason": stop}]}).encode())
     assert (heard.said is not None) is known
 
 
 def test_arguments_nested_too_deeply_are_compared_as_they_are() -> None:
     deep = message(tool_calls=[call("f", "[" * 5000 + "]" * 5000)])
-    assert said(deep) == said(deep) is not None
+    assert content_of(deep) == content_of(deep) is not None
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_arguments_nested_too_deeply_are_compared_as_they_are() -> None:
     ],
 )
 def test_what_is_not_compared_is_nothing(history):
-    assert said(history) is None
+    assert content_of(history) is None
 
 
 def test_a_stream_says_what_the_whole_answer_says():
-    heard = Listening()
+    heard = AnswerAccumulator()
     for delta in (
         {"role": "assistant", "content": ""},
         {"reasoning": "Let me think."},
@@ -126,21 +126,21 @@ def test_a_stream_says_what_the_whole_answer_says():
         {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]},
         {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "g", "arguments": "{}"}}]},
     ):
-        heard.hear(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
-    heard.hear(b'{"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}')
-    heard.hear(b'{"choices": [], "usage": {"prompt_tokens": 1}}')
+        heard.feed(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode())
+    heard.feed(b'{"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}')
+    heard.feed(b'{"choices": [], "usage": {"prompt_tokens": 1}}')
     whole = message(content="One moment.", tool_calls=[call("f", '{"a": 1}'), call("g", "{}")])
-    whole_said = said(whole)
+    whole_said = content_of(whole)
     assert heard.said is not None
     assert heard.said.reasoning == "Let me think."
     assert whole_said is not None
     assert whole_said.repeats(heard.said)
-    assert whole_said == Said("One moment.", (("f", b'{"a":1}'), ("g", b"{}")))
+    assert whole_said == AnswerContent("One moment.", (("f", b'{"a":1}'), ("g", b"{}")))
 
 
 def test_a_stream_that_cannot_be_read_says_nothing():
-    heard = Listening()
-    heard.hear(b'{"choices": [{"delta": {"content": 1}}]}')
+    heard = AnswerAccumulator()
+    heard.feed(b'{"choices": [{"delta": {"content": 1}}]}')
     assert heard.said is None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.histories import Histories
+from backhaul_router.ledger.histories import HistoryIndex
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Held, Key, Taken
 from backhaul_router.report import Reason
@@ -131,7 +131,7 @@ CHAINS = st.text("ab", max_size=4).map(chain)
 
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.lists(CHAINS, max_size=3)), max_size=20), st.text("ab", max_size=5))
 def test_what_is_found_is_what_a_search_of_all_histories_finds(puts: list[tuple[Key, list[bytes]]], asked: str) -> None:
-    histories, model = Histories(max_conversations=3), dict[Key, list[bytes]]()
+    histories, model = HistoryIndex(max_conversations=3), dict[Key, list[bytes]]()
     for key, chains in puts:
         crowded_out = histories.put(key, chains)
         model.pop(key, None)

@@ -12,7 +12,8 @@ from backhaul_router.engines.audit import compare
 from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
 from backhaul_router.engines.leases import Leases, Renewal
 from backhaul_router.errors import FailureKind, LeaseError
-from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.fleet.engine import Holder
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.turn.effects import EndLease
 from backhaul_router.wire.connector_object import Account
 from core_values import D1, D2, P1, P2, encoded, engine, held, leased
@@ -124,8 +125,8 @@ async def test_what_waits_for_a_ride_is_left_to_whoever_takes_it() -> None:
     kept = Kept()
     kept.leases.end([leased("a")], ride=True)
     assert kept.tasks == []
-    assert kept.fleet.to_release(Holder(D1)) == ("a",)
-    kept.leases.hurry()
+    assert kept.fleet.releases.take(Holder(D1)) == ("a",)
+    kept.leases.end_waiting()
     await kept.done()
     assert kept.client.calls == []
 
@@ -133,7 +134,7 @@ async def test_what_waits_for_a_ride_is_left_to_whoever_takes_it() -> None:
 async def test_what_waits_for_a_ride_can_be_hurried() -> None:
     kept = Kept()
     kept.leases.end([leased("a")], ride=True)
-    kept.leases.hurry()
+    kept.leases.end_waiting()
     await kept.done()
     assert kept.client.asked == [(D1, {}, {"release": ["a"]})]
 
@@ -163,14 +164,14 @@ async def test_a_release_that_fails_is_counted_by_lease_and_told(
 
 async def test_a_flush_goes_to_every_engine_and_rank_and_covers_what_was_due() -> None:
     kept = Kept()
-    kept.fleet.saw_engine_id(engine(D2), "e_dp1")
-    kept.fleet.release_later(Holder(D1), ["a"])
+    kept.fleet.restarts.saw_engine_id(D2, "e_dp1")
+    kept.fleet.releases.add(Holder(D1), ["a"])
     await kept.leases.flush()
     assert sorted(kept.client.asked, key=str) == [
         (D1, {}, {"flush": True}),
         (D2, {"x-data-parallel-rank": "1"}, {"flush": True}),
     ]
-    assert kept.fleet.releasing == ()
+    assert kept.fleet.releases.holders == ()
 
 
 async def test_a_flush_that_fails_anywhere_is_an_error() -> None:
@@ -232,7 +233,7 @@ def audited(started_at: float | None = None) -> Fleet:
     start = {"offered": 1000, "verified": 1000, "pulled": 1000}
     p = engine(P1, connector=1, at_start=start, started_at=started_at)
     fleet = Fleet([p, engine(P2), engine(D1, connector=1)])
-    fleet.note_account(engine(P1), Account(offered=500, verified=400, pulled=300))
+    fleet.accounts.add(P1, Account(offered=500, verified=400, pulled=300))
     return fleet
 
 
@@ -260,7 +261,7 @@ async def test_an_alarm_says_what_may_be_the_cause() -> None:
     assert "another client uses the engine" in str(more)
     assert "reuse was reported that the engine did not count" in str(fewer)
     assert "was restarted" in str(restarted)
-    fleet.note_unaccounted(engine(P1))
+    fleet.accounts.note_missing(P1)
     lines = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
     assert "1 prefills ended without an account" in str(lines[0])
 
@@ -271,7 +272,7 @@ async def test_an_engine_that_was_restarted_is_compared_anew(since: float | None
     anew = (0, 0, 0) if since is None else (2000, 2000, 2000)
     lines = await compare(Client(counting(*anew, since=since)), fleet, 0.01)
     assert [(line.restarted, line.alarm, line.difference) for line in lines] == [(True, False, 0)] * 3
-    fleet.note_account(engine(P1), Account(offered=50, verified=40, pulled=30))
+    fleet.accounts.add(P1, Account(offered=50, verified=40, pulled=30))
     more = (anew[0] + 50, anew[1] + 40, anew[2] + 30)
     lines = await compare(Client(counting(*more, since=since)), fleet, 0.01)
     assert [(line.restarted, line.alarm, line.router) for line in lines] == [
@@ -285,11 +286,11 @@ async def test_an_engine_that_was_restarted_is_compared_anew(since: float | None
 
 async def test_a_restart_among_running_turns_is_taken_up_when_they_are_over() -> None:
     fleet = audited()
-    fleet.begin(engine(P1))
+    fleet.load.begin(P1)
     lines = await compare(Client(counting(0, 0, 0)), fleet, 0.01)
     assert [(line.restarted, line.alarm) for line in lines] == [(True, False)] * 3
-    fleet.end(engine(P1))
-    fleet.note_account(engine(P1), Account(offered=50, verified=40, pulled=30))
+    fleet.load.end(P1)
+    fleet.accounts.add(P1, Account(offered=50, verified=40, pulled=30))
     lines = await compare(Client(counting(50, 40, 30)), fleet, 0.01)
     assert [(line.restarted, line.alarm, line.difference) for line in lines] == [(True, False, 0)] * 3
 
@@ -300,12 +301,12 @@ async def test_a_turn_that_begins_or_ends_while_the_counters_are_read_is_no_alar
     fleet = audited()
     page = counting(1500, 1400, 1300)
     if ends:
-        fleet.begin(engine(P1))
+        fleet.load.begin(P1)
 
     def respond(call: EngineCall) -> EngineAnswer:
-        fleet.note_account(engine(P1), Account(offered=500, verified=400, pulled=300))
+        fleet.accounts.add(P1, Account(offered=500, verified=400, pulled=300))
         if ends:
-            fleet.end(engine(P1))
+            fleet.load.end(P1)
         return page(call)
 
     lines = await compare(Client(respond), fleet, 0.01)
@@ -314,7 +315,7 @@ async def test_a_turn_that_begins_or_ends_while_the_counters_are_read_is_no_alar
 
 async def test_turns_that_run_are_no_alarm() -> None:
     fleet = audited()
-    fleet.begin(engine(P1))
+    fleet.load.begin(P1)
     lines = await compare(Client(counting(1600, 1400, 1300)), fleet, 0.01)
     assert [(line.in_flight, line.alarm) for line in lines] == [(True, False)] * 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backhaul_router.identity.response_ids import KnownResponses
+from backhaul_router.identity.response_ids import ResponseIds
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Key, Taken
@@ -137,7 +137,7 @@ def test_no_bound_is_passed_and_nobody_below_its_share_is_dropped(turns: list[tu
 
 
 def test_responses_of_one_tenant_crowd_out_its_own() -> None:
-    known = KnownResponses(max_responses=2)
+    known = ResponseIds(max_responses=2)
     known.note("r", "bobs", "bob")
     for number in range(3):
         known.note(f"r{number}", "c", "alice")

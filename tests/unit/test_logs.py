@@ -120,7 +120,7 @@ def test_every_line_of_a_turn_says_which_it_is(as_json: Written) -> None:
         log.info("before it is known")
         running = turn()
         logs.note(running)
-        running.draft["turn"] = 2
+        running.draft.turn = 2
         log.warning("an engine failed")
     log.info("after it")
     before, during, after = as_json.json

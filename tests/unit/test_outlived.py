@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backhaul_router.fleet.fleet import Engine
+from backhaul_router.fleet.engine import Engine
 from backhaul_router.report import Reason, Route
 from backhaul_router.turn.effects import Checked, DropEngine, Ended, Event, GiveBack, Lost
 from core_values import D1, P1, params
@@ -26,31 +26,31 @@ def answer(engine_id: str) -> tuple[Event, ...]:
 @pytest.mark.parametrize("engine_id", ["fixed", RANDOM])
 def test_what_the_earlier_process_left_is_released_and_not_filed(engine_id: str) -> None:
     drive = Drive(FIRST)
-    drive.fleet.saw_engine_id(decode_of(drive), engine_id)
+    drive.fleet.restarts.saw_engine_id(decode_of(drive).url, engine_id)
     drive.feed(rendered(), prefilled())
-    drive.fleet.replaced(D1, 200.0)
+    drive.fleet.restarts.replaced(D1, 200.0)
     drive.feed(*answer(engine_id))
     assert (drive.filed.held, drive.filed.missing) == (None, Reason.ENGINE_CHANGED)
     assert drive.released == [("d-1", P1)]
-    assert drive.fleet.engine_id(D1) is None
+    assert drive.fleet.restarts.engine_id(D1) is None
 
 
 def test_its_id_does_not_void_what_the_present_one_has_made() -> None:
     drive = Drive(FIRST)
-    drive.fleet.saw_engine_id(decode_of(drive), RANDOM)
+    drive.fleet.restarts.saw_engine_id(decode_of(drive).url, RANDOM)
     drive.feed(rendered(), prefilled())
-    drive.fleet.saw_engine_id(decode_of(drive), NEW)
+    drive.fleet.restarts.saw_engine_id(decode_of(drive).url, NEW)
     drive.feed(*answer(RANDOM))
     assert drive.all(DropEngine) == []
-    assert drive.fleet.engine_id(D1) == NEW
+    assert drive.fleet.restarts.engine_id(D1) == NEW
     assert drive.filed.held is None
 
 
 def test_what_the_present_process_left_meanwhile_is_filed() -> None:
     drive = Drive(FIRST)
-    drive.fleet.saw_engine_id(decode_of(drive), RANDOM)
+    drive.fleet.restarts.saw_engine_id(decode_of(drive).url, RANDOM)
     drive.feed(rendered(), prefilled())
-    drive.fleet.saw_engine_id(decode_of(drive), NEW)
+    drive.fleet.restarts.saw_engine_id(decode_of(drive).url, NEW)
     drive.feed(*answer(NEW))
     assert drive.filed.held is not None
 
@@ -69,7 +69,7 @@ def test_what_an_engine_left_that_was_removed_and_added_again_is_not_filed() -> 
 def test_a_handle_that_was_taken_does_not_go_back(ends: str) -> None:
     drive = Drive(route=Route.LOCAL)
     drive.feed(rendered())
-    drive.fleet.replaced(D1, 200.0)
+    drive.fleet.restarts.replaced(D1, 200.0)
     if ends == "the client leaves":
         drive.leave()
     else:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from backhaul_router.fleet.fleet import Fleet, Role
+from backhaul_router.fleet.engine import Role
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Proof, Reason, Route
@@ -217,14 +218,14 @@ def test_ids_are_not_needed_for_a_first_turn_of_engines_that_check() -> None:
 
 def test_a_pair_that_is_unsafe_is_cold() -> None:
     on = fleet()
-    on.note_pair(P1, D1, "hangs")
+    on.pairs.note(P1, D1, "hangs")
     assert placed(LONG, left(), on).reason is Reason.UNSAFE_PAIR
     assert placed([1, *LONG], left(common=0), on).reason is Reason.DIVERGED
 
 
 def test_another_prefill_engine_reads_where_the_one_before_cannot() -> None:
     on = fleet(P1, P2, D1)
-    on.note_pair(P1, D1, "hangs")
+    on.pairs.note(P1, D1, "hangs")
     found = placed(LONG, left(prefill=P1), on)
     assert (found.route, found.prefill and found.prefill.url) == (Route.WARM, P2)
 
@@ -296,7 +297,7 @@ def test_a_first_turn_goes_to_the_least_busy() -> None:
     for busy in (P1, D1):
         engine = on.get(busy)
         assert engine is not None
-        on.begin(engine)
+        on.load.begin(engine.url)
     found = placed(LONG, Taken(reason=Reason.FIRST_TURN), on)
     assert (found.prefill and found.prefill.url, found.decode.url) == (P2, D2)
 

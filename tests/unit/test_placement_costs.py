@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.fleet.load import Gauges
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Taken
 from backhaul_router.report import Basis, Proof, Reason, Route
 from backhaul_router.turn.placement import NoEngine, Placement, Prompt, place, why_moved
-from core_values import BLOCK, D1, D2, P1, P2, branch, config, engine, fleet, held, leased, taken
+from backhaul_router.wire.engine_metrics import Gauges
+from core_values import BLOCK, D1, D2, P1, P2, branch, config, fleet, held, leased, taken
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,14 +47,14 @@ def teach(
     """Milliseconds per token, and of D's first byte."""
     for tokens in LENGTHS:
         if compute is not None:
-            on.learn_prefill(engine(prefill), 5 + compute * tokens, tokens)
+            on.costs.learn_compute(prefill, 5 + compute * tokens, tokens)
     for tokens in LENGTHS:
         if read is not None and compute is not None:
-            on.learn_read(engine(prefill), 5 + compute * 64 + read * tokens, 64, tokens, alone=True)
+            on.costs.learn_read(prefill, 5 + compute * 64 + read * tokens, 64, tokens, alone=True)
         if local is not None:
-            on.learn_first_byte(engine(D1), local * tokens, tokens, local=True)
+            on.costs.learn_first_byte(D1, local * tokens, tokens, local=True)
         if handoff is not None:
-            on.learn_first_byte(engine(D1), handoff, tokens, local=False)
+            on.costs.learn_first_byte(D1, handoff, tokens, local=False)
     return on
 
 
@@ -120,8 +120,9 @@ def test_a_route_that_was_passed_over_for_long_is_measured_again() -> None:
     routes = []
     for _ in range(18):
         found = placed(500, on=on)
-        instead = (engine(P1), found.instead_of) if found.instead_of else None
-        on.note_route(engine(P1), found.route, instead)
+        on.costs.took(P1, found.route)
+        if found.instead_of:
+            on.costs.passed_over(P1, found.instead_of)
         routes.append(found.route)
         if found.basis is Basis.MEASURING:
             assert found.proof is Proof.TOKENS
@@ -164,7 +165,7 @@ def test_no_rate_makes_more_local_than_sixteen_times_the_threshold(new: int, rou
 def test_a_rate_is_not_believed_far_from_what_was_measured() -> None:
     on = teach(ours(), compute=0.5)
     for tokens in (10, 12, 14, 20, 40, 50):
-        on.learn_first_byte(engine(D1), 1.0, tokens, local=True)
+        on.costs.learn_first_byte(D1, 1.0, tokens, local=True)
     assert [placed(new, checked(), on).route for new in (200, 201)] == [Route.LOCAL, Route.WARM]
 
 
@@ -182,7 +183,7 @@ def test_a_short_suffix_is_not_local_where_decode_is_slow_with_it() -> None:
 def test_a_queue_on_prefill_makes_a_turn_local() -> None:
     on = teach(ours(), local=0.2)
     assert placed(400, checked(), on).route is Route.WARM
-    on.begin(engine(P1), 20_000)
+    on.load.begin(P1, 20_000)
     assert placed(400, checked(), on).route is Route.LOCAL
 
 
@@ -191,7 +192,7 @@ def test_a_queue_on_prefill_makes_a_turn_local() -> None:
 
 def test_a_queue_of_others_counts_too() -> None:
     on = fleet(P1, P2, D1)
-    on.note_gauges(engine(P1), Gauges(6, 6, 0.1), 0.0)
+    on.load.read(P1, Gauges(6, 6, 0.1), 0.0)
     found = placed(500, on=on)
     assert found.prefill is not None
     assert (found.prefill.url, found.route) == (P2, Route.WARM)
@@ -200,7 +201,7 @@ def test_a_queue_of_others_counts_too() -> None:
 
 def test_a_conversation_without_a_handle_stays_longer_with_the_prefill_that_has_its_prefix() -> None:
     on = fleet(P1, P2, D1)
-    on.begin(engine(P1), 1500)
+    on.load.begin(P1, 1500)
     without = Taken(branch=history().branch, reason=Reason.IN_USE, common=1)
     assert [p.prefill and p.prefill.url for p in (placed(500, on=on), placed(500, without, on))] == [P2, P1]
 
@@ -228,17 +229,17 @@ def fleets(draw: st.DrawFn) -> Fleet:
     on = fleet(*URLS, connector=connector)
     for url in (P1, P2):
         for ms, tokens in draw(st.lists(st.tuples(MS, st.integers(0, 10**6)), max_size=10)):
-            on.learn_prefill(engine(url), ms, tokens)
-            on.learn_read(engine(url), ms, 10, tokens, alone=draw(st.booleans()))
+            on.costs.learn_compute(url, ms, tokens)
+            on.costs.learn_read(url, ms, 10, tokens, alone=draw(st.booleans()))
     for url in (D1, D2):
         for ms, tokens in draw(st.lists(st.tuples(MS, st.integers(1, 10**6)), max_size=10)):
-            on.learn_first_byte(engine(url), ms, tokens, local=draw(st.booleans()))
+            on.costs.learn_first_byte(url, ms, tokens, local=draw(st.booleans()))
     for url in URLS:
-        on.begin(engine(url), draw(st.integers(0, 10**9)))
+        on.load.begin(url, draw(st.integers(0, 10**9)))
         if draw(st.booleans()):
-            on.note_gauges(engine(url), Gauges(*(draw(MS) for _ in range(3))), 0.0)
+            on.load.read(url, Gauges(*(draw(MS) for _ in range(3))), 0.0)
     if draw(st.booleans()):
-        on.note_pair(P1, D1, "hangs")
+        on.pairs.note(P1, D1, "hangs")
     return on
 
 
@@ -262,7 +263,7 @@ def test_whatever_was_measured_a_placement_is_legal(
         assert found.reason is None
         assert found.proof is not None
         assert found.prefill is not None
-        assert found.prefill.url not in on.unsafe_for(D1)
+        assert found.prefill.url not in on.pairs.unsafe_for(D1)
     assert (found.route is Route.COLD) == (found.reason is not None)
 
 

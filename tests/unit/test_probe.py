@@ -9,7 +9,8 @@ import pytest
 from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
 from backhaul_router.engines.describe import Unreachable, describe
 from backhaul_router.errors import ConfigError, FailureKind
-from backhaul_router.fleet.fleet import Engine, Fleet, Holder, Role, check_fit
+from backhaul_router.fleet.engine import Engine, Holder, Role, check_fit
+from backhaul_router.fleet.fleet import Fleet
 from core_values import D1, D2, P1, P2, engine
 
 METRICS = """\
@@ -216,42 +217,42 @@ def test_an_engine_that_comes_later_has_to_fit_too() -> None:
 
 def test_a_restart_shows_in_the_engine_id() -> None:
     fleet, decode = Fleet([engine(P1), engine(D1)]), engine(D1)
-    assert fleet.saw_engine_id(decode, "a") is None
-    assert fleet.saw_engine_id(decode, "a") is None
-    assert fleet.saw_engine_id(decode, "b") == "a"
+    assert fleet.restarts.saw_engine_id(decode.url, "a") is None
+    assert fleet.restarts.saw_engine_id(decode.url, "a") is None
+    assert fleet.restarts.saw_engine_id(decode.url, "b") == "a"
 
 
 def test_data_parallel_ranks_are_one_process() -> None:
     fleet, decode = Fleet([engine(P1), engine(D1)]), engine(D1)
-    fleet.saw_engine_id(decode, "a_dp0")
-    assert fleet.saw_engine_id(decode, "a_dp11") is None
-    assert fleet.made_by_current(D1, "a_dp3")
-    assert fleet.saw_engine_id(decode, "b_dp0") == "a"
-    assert not fleet.made_by_current(D1, "a_dp0")
+    fleet.restarts.saw_engine_id(decode.url, "a_dp0")
+    assert fleet.restarts.saw_engine_id(decode.url, "a_dp11") is None
+    assert fleet.restarts.made_by_current(D1, "a_dp3")
+    assert fleet.restarts.saw_engine_id(decode.url, "b_dp0") == "a"
+    assert not fleet.restarts.made_by_current(D1, "a_dp0")
 
 
 def test_a_handle_of_an_engine_that_is_gone_is_not_current() -> None:
     fleet = Fleet([engine(P1), engine(D1)])
-    assert fleet.made_by_current(D1, "never seen")
-    assert not fleet.made_by_current(D2, "never seen")
+    assert fleet.restarts.made_by_current(D1, "never seen")
+    assert not fleet.restarts.made_by_current(D2, "never seen")
 
 
 def test_the_cost_of_a_cold_prefill_is_learned_and_small_ones_teach_nothing() -> None:
     fleet, prefill = Fleet([engine(P1), engine(P2), engine(D1)]), engine(P1)
-    assert fleet.prefill_rate(prefill) is None
-    fleet.learn_prefill(prefill, 1000.0, 1)
-    assert fleet.prefill_rate(prefill) is None
-    fleet.learn_prefill(prefill, 200.0, 100)
-    assert fleet.prefill_rate(prefill) == (2.0, 1)
-    assert fleet.prefill_rate(engine(P2)) == (2.0, 1)
-    assert fleet.prefill_rate(None) == (2.0, 1)
+    assert fleet.costs.prefill_rate(prefill.url) is None
+    fleet.costs.learn_compute(prefill.url, 1000.0, 1)
+    assert fleet.costs.prefill_rate(prefill.url) is None
+    fleet.costs.learn_compute(prefill.url, 200.0, 100)
+    assert fleet.costs.prefill_rate(prefill.url) == (2.0, 1)
+    assert fleet.costs.prefill_rate(P2) == (2.0, 1)
+    assert fleet.costs.prefill_rate(None) == (2.0, 1)
 
 
 def test_the_fleet_tells_what_it_does() -> None:
     fleet, decode = Fleet([engine(P1), engine(D1)]), engine(D1)
-    fleet.begin(decode)
+    fleet.load.begin(decode.url)
     assert repr(fleet) == f"<Fleet 1 prefill, 1 decode; in flight {{{D1}: 1}}>"
-    fleet.end(decode)
+    fleet.load.end(decode.url)
     assert repr(fleet) == "<Fleet 1 prefill, 1 decode; in flight {}>"
 
 
@@ -260,7 +261,7 @@ def test_the_fleet_tells_what_it_does() -> None:
 
 def test_one_that_checks_handles_goes_before_others_after_the_preferred_one() -> None:
     fleet = Fleet([engine(P1), engine(P2, connector=1), engine(D1)])
-    fleet.begin(engine(P2))
+    fleet.load.begin(P2)
     assert (picked := fleet.pick(Role.PREFILL)) is not None
     assert picked.url == P1
     assert (picked := fleet.pick(Role.PREFILL, verifying=True)) is not None
@@ -272,21 +273,21 @@ def test_one_that_checks_handles_goes_before_others_after_the_preferred_one() ->
 def test_leases_that_are_due_are_handed_out_once_and_by_rank() -> None:
     fleet, holder = Fleet([engine(P1), engine(D1, connector=1)]), Holder.of(D1, "id_dp3")
     assert holder == Holder(D1, "3")
-    fleet.release_later(Holder(D1), ["a"])
-    fleet.release_later(Holder(D1), ["b"])
-    fleet.release_later(holder, ["c"])
-    assert set(fleet.releasing) == {Holder(D1), holder}
-    assert fleet.to_release(Holder(D1)) == ("a", "b")
-    assert fleet.to_release(Holder(D1)) == ()
-    assert fleet.to_release(holder) == ("c",)
+    fleet.releases.add(Holder(D1), ["a"])
+    fleet.releases.add(Holder(D1), ["b"])
+    fleet.releases.add(holder, ["c"])
+    assert set(fleet.releases.holders) == {Holder(D1), holder}
+    assert fleet.releases.take(Holder(D1)) == ("a", "b")
+    assert fleet.releases.take(Holder(D1)) == ()
+    assert fleet.releases.take(holder) == ("c",)
 
 
 def test_data_parallel_ranks_are_addressed_as_they_are_seen() -> None:
     fleet, decode = Fleet([engine(P1), engine(D1, connector=1)]), engine(D1, connector=1)
-    assert fleet.holders(decode) == (Holder(D1),)
+    assert fleet.restarts.holders(decode) == (Holder(D1),)
     for engine_id in ("a_dp1", "a_dp0", "a_dp1"):
-        fleet.saw_engine_id(decode, engine_id)
-    assert fleet.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
+        fleet.restarts.saw_engine_id(decode.url, engine_id)
+    assert fleet.restarts.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
 
 
 async def test_data_parallel_ranks_are_known_before_any_turn() -> None:
@@ -294,15 +295,19 @@ async def test_data_parallel_ranks_are_known_before_any_turn() -> None:
     ranks = "".join(f'vllm:cache_config_info{{block_size="32",engine="{n}"}} 1.0\n' for n in range(2))
     decode = await probe(metrics=ranks)
     fleet = Fleet([engine(P1), decode])
-    assert fleet.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
+    assert fleet.restarts.holders(decode) == (Holder(D1, "0"), Holder(D1, "1"))
     assert (await probe()).ranks == frozenset(), "one process needs no address"
 
 
 def test_what_is_known_of_a_pair_can_change() -> None:
     fleet = Fleet([engine(P1), engine(P2, connector=1), engine(D1)])
-    assert not fleet.is_checked(P1, D1)
-    assert fleet.is_checked(P2, D1)
-    fleet.note_pair(P1, D1, "hangs")
-    assert (fleet.is_checked(P1, D1), fleet.unsafe_for(D1), fleet.unsafe_for(D2)) == (True, {P1}, frozenset())
-    fleet.note_pair(P1, D1, None)
-    assert (fleet.is_checked(P1, D1), fleet.unsafe_for(D1), fleet.unsafe_pairs) == (True, frozenset(), {})
+    assert not fleet.pairs.is_checked(P1, D1)
+    assert fleet.pairs.is_checked(P2, D1)
+    fleet.pairs.note(P1, D1, "hangs")
+    assert (fleet.pairs.is_checked(P1, D1), fleet.pairs.unsafe_for(D1), fleet.pairs.unsafe_for(D2)) == (
+        True,
+        {P1},
+        frozenset(),
+    )
+    fleet.pairs.note(P1, D1, None)
+    assert (fleet.pairs.is_checked(P1, D1), fleet.pairs.unsafe_for(D1), fleet.pairs.unsafe) == (True, frozenset(), {})

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from backhaul_router import wire
-from backhaul_router.wire.stream import StreamFilter
+from backhaul_router.wire.stream import Listeners, StreamFilter
 from core_values import encoded, params
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ class Watched:
     def __init__(self, *, wants_usage: bool = False, note: Mapping[str, object] | None = None) -> None:
         self.noted: list[wire.Usage | None] = []
         self._note_text = note
-        self.filter = StreamFilter(wants_usage=wants_usage, note=self._note)
+        self.filter = StreamFilter(Listeners(self._note, wants_usage=wants_usage))
 
     def _note(self, usage: wire.Usage | None) -> Mapping[str, object] | None:
         self.noted.append(usage)

@@ -11,7 +11,7 @@ from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request
 from backhaul_router.errors import ConfigError
 from backhaul_router.identity.ids import MAX_ID_BYTES
-from backhaul_router.identity.response_ids import KnownResponses
+from backhaul_router.identity.response_ids import ResponseIds
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.serve.conversation_log import joined, to_join
 from backhaul_router.serve.reload import in_force
@@ -98,7 +98,7 @@ async def test_nobody_is_asked_for_a_response_whose_id_cannot_be_one(size: int, 
     team: Any = Asked()
     before = "r" * size
     body = json.dumps({"previous_response_id": before}).encode()
-    await TeamResponses(team, KnownResponses()).learn(Request("POST", "/v1/responses", [], body))
+    await TeamResponses(team, ResponseIds()).learn(Request("POST", "/v1/responses", [], body))
     assert team.asked == ([("response", [before, ""])] if asks else [])
 
 

@@ -92,7 +92,7 @@ def test_synchronous_clients_of_one_process_share_one_background_loop() -> None:
         first.get(URL)
         second.get(URL)
     assert one.loops == two.loops
-    assert sum(thread.name == "backhaul-portal" for thread in threading.enumerate()) == 1
+    assert sum(thread.name == "backhaul-background-loop" for thread in threading.enumerate()) == 1
 
 
 async def test_a_synchronous_client_works_inside_a_running_event_loop(module: ModuleType) -> None:
@@ -415,7 +415,7 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
 
 PRELUDE = """
 import asyncio, os, time, httpx2
-from backhaul_router import portal
+from backhaul_router.drive import background_loop
 from backhaul_router.drive.embedded import make_async_transport, make_transport
 from fake_router import FakeRouter, stalling_after
 
@@ -484,7 +484,7 @@ def test_exit_is_bounded_when_the_router_does_not_close() -> None:
     done = run_script(
         PRELUDE
         + """
-portal.CLOSE_LIMIT_S = 0.1
+background_loop.CLOSE_LIMIT_S = 0.1
 class Stuck(FakeRouter):
     async def aclose(self):
         await asyncio.Event().wait()
@@ -504,7 +504,7 @@ def test_a_forked_child_has_a_loop_and_a_router_of_its_own() -> None:
         + """
 import sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
-from backhaul_router import transport
+from backhaul_router.drive import embedded
 
 class Child(FakeRouter):
     def __init__(self, config, *, on_report, tracing):
@@ -518,7 +518,7 @@ router.config = "the same settings"
 client = httpx2.Client(transport=make_transport(router, httpx2))
 client.get("http://x/")
 if os.fork() == 0:
-    transport.Router = Child
+    embedded.Router = Child
     print("child", client.get("http://x/").status_code, flush=True)
     sys.exit()
 os.wait()

@@ -15,6 +15,7 @@ from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     DropEngine,
     Ended,
     Event,
@@ -27,8 +28,8 @@ from backhaul_router.turn.effects import (
     Send,
     Settle,
     Took,
+    UnexpectedEvent,
 )
-from backhaul_router.turn.steps import Done, UnexpectedEvent
 from backhaul_router.wire import Endpoint, Facts
 from core_values import BLOCK, D1, D2, P1, P2, encoded, facts, fleet, handle, params
 from turn_drive import (
@@ -408,7 +409,7 @@ def test_an_answer_that_left_no_handle_is_on_record_without_one() -> None:
 def test_an_engine_that_ran_other_ids_ends_the_trust_in_ids() -> None:
     drive = Drive()
     drive.feed(rendered(), prefilled(prompt=201))
-    assert drive.fleet.ignores_ids
+    assert drive.fleet.capabilities.ignores_ids
     assert drive.released == [("p-1", D1)]
     assert drive.asked(Leg.PREFILL)
     assert drive.body["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
@@ -426,14 +427,14 @@ def test_nothing_is_kept_of_a_turn_whose_ids_decode_did_not_run() -> None:
     assert drive.one(Respond).status == 200
     assert (drive.filed.held, drive.filed.blocks) == (None, b"")
     assert drive.released == [("d-1", P1)]
-    assert drive.fleet.ignores_ids
+    assert drive.fleet.capabilities.ignores_ids
 
 
 def test_a_new_engine_id_voids_the_handles_of_the_old_process() -> None:
     on = fleet()
     engine = on.get(D1)
     assert engine is not None
-    on.saw_engine_id(engine, "d-0_dp1")
+    on.restarts.saw_engine_id(engine.url, "d-0_dp1")
     drive = Drive(FIRST, on=on)
     drive.feed(rendered(), prefilled(), BODY, whole(), Ended())
     assert drive.one(DropEngine) == DropEngine(D1, "d-0")
@@ -442,7 +443,7 @@ def test_a_new_engine_id_voids_the_handles_of_the_old_process() -> None:
 def test_ids_that_match_the_messages_but_not_the_tokens_point_at_the_answer() -> None:
     drive = Drive(history((*PROMPT[:100], *[7] * 28)))
     drive.feed(rendered())
-    assert drive.turn.draft["diverged_at"] == 1
+    assert drive.turn.draft.diverged_at == 1
 
 
 # --- requests that decode gets alone -------------------------------------------------------------------------------------

@@ -9,15 +9,16 @@ from collections.abc import Callable
 
 import msgspec
 from backhaul_router.errors import Leg
-from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.fleet.engine import Holder
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.identity.identify import Identity
 from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Route
-from backhaul_router.turn.decoding import Collecting, Relaying
 from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     Ended,
     EndLease,
     Event,
@@ -30,7 +31,7 @@ from backhaul_router.turn.effects import (
     Respond,
     Settle,
 )
-from backhaul_router.turn.steps import Done
+from backhaul_router.turn.states import Collecting, Relaying
 from backhaul_router.wire import Endpoint
 from core_values import D1, D2, P1, P2, encoded, engine, facts, fleet, handle, leased, params, says
 from hypothesis import given, settings
@@ -337,7 +338,7 @@ class ConnectorJourney(Journey):
             taken = msgspec.structs.replace(taken, branch=on_file, held=left)
         self.taken = taken if identity is not None else Taken()
         on = Fleet(engines)
-        on.release_later(Holder(D1), ["due"])
+        on.releases.add(Holder(D1), ["due"])
         self.drive = Drive(
             taken,
             request=self.draw(st.sampled_from(REQUESTS)),
@@ -407,7 +408,7 @@ class ConnectorJourney(Journey):
         filed = {s.branch.held.handle.request_id for s in drive.all(Settle) if s.branch.held is not None}
         assert filed.isdisjoint(ended)
         asked = [need for need in drive.needs if isinstance(need, Open | Call) and b'"due"' in need.body]
-        on_the_way = drive.fleet.to_release(Holder(D1)) == ("due",)
+        on_the_way = drive.fleet.releases.take(Holder(D1)) == ("due",)
         assert on_the_way or asked or "due" in ended, "a lease that was due is forgotten"
 
 

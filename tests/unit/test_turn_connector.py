@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from backhaul_router.errors import Leg
-from backhaul_router.fleet.fleet import Fleet, Holder
+from backhaul_router.fleet.engine import Holder
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Proof, Reason, Route
 from backhaul_router.turn.effects import (
@@ -28,7 +29,7 @@ from backhaul_router.turn.effects import (
     Settle,
     Took,
 )
-from backhaul_router.turn.preparing import Taking
+from backhaul_router.turn.states import Taking
 from backhaul_router.wire.connector_object import _REASONS, VOID, reason_of
 from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
@@ -148,12 +149,12 @@ def test_decode_gets_prefills_hash_and_what_the_router_asks() -> None:
 
 def test_leases_that_are_due_ride_along_once() -> None:
     on = ours()
-    on.release_later(Holder(D1), ["a", "b"])
-    on.release_later(Holder(D1, "1"), ["of another rank"])
+    on.releases.add(Holder(D1), ["a", "b"])
+    on.releases.add(Holder(D1, "1"), ["of another rank"])
     turn = drive(on=on)
     turn.feed(accounted())
     assert turn.body["kv_transfer_params"]["backhaul"]["release"] == ["a", "b"]
-    assert on.to_release(Holder(D1)) == ()
+    assert on.releases.take(Holder(D1)) == ()
     turn.feed(BODY, answer(), Ended())
     assert turn.all(EndLease) == []
 
@@ -161,7 +162,7 @@ def test_leases_that_are_due_ride_along_once() -> None:
 @pytest.mark.parametrize("event", [Failed(TIMEOUT, "x"), Failed(REFUSED, "x")])
 def test_leases_that_rode_in_vain_are_released_otherwise(event: Failed) -> None:
     on = ours()
-    on.release_later(Holder(D1), ["a", "b"])
+    on.releases.add(Holder(D1), ["a", "b"])
     turn = drive(on=on)
     turn.feed(accounted(), event)
     assert ended(turn.actions) == ["a", "b"]
@@ -275,7 +276,7 @@ def test_accounts_add_up_in_the_fleet() -> None:
     for _ in range(2):
         turn = drive(on=on)
         turn.feed(accounted(), BODY, answer(), Ended())
-    assert on.accounted(engine(P1)) == {"offered": 256, "verified": 224, "pulled": 192}
+    assert on.accounts.total(P1) == {"offered": 256, "verified": 224, "pulled": 192}
 
 
 def test_a_streams_account_comes_with_its_last_event() -> None:
@@ -375,7 +376,7 @@ def test_a_prefill_that_fails_is_run_again_cold_and_the_handle_stays(event: Fail
     turn.feed(accounted(offered=0, pulled=0, local=0, verified=0), BODY, answer(), Ended())
     report = turn.report
     assert (report.route, report.reason, report.retries) == (Route.COLD, Reason.READ_FAILED, 1)
-    assert turn.fleet.unaccounted(engine(P1)) == 1
+    assert turn.fleet.accounts.missing(P1) == 1
     assert kinds(turn.actions)[:1] == ["Settle"]
 
 
@@ -491,7 +492,7 @@ def test_a_stock_pair_is_checked_before_it_is_first_read_from() -> None:
     turn = Drive(history(), check_pairs=True)
     turn.feed(Answered(200, JSON, encoded({"token_ids": list(PROMPT), "features": None})))
     assert turn.need == Check(engine(P1), D1, ENGINE_ID)
-    turn.fleet.note_pair(P1, D1, None)
+    turn.fleet.pairs.note(P1, D1, None)
     turn.feed(Checked())
     assert turn.body["kv_transfer_params"]["remote_request_id"] == OLD
 
@@ -499,7 +500,7 @@ def test_a_stock_pair_is_checked_before_it_is_first_read_from() -> None:
 def test_a_pair_that_was_found_unsafe_is_cold_and_the_handle_goes_on() -> None:
     turn = Drive(history(), check_pairs=True)
     turn.feed(Answered(200, JSON, encoded({"token_ids": list(PROMPT), "features": None})))
-    turn.fleet.note_pair(P1, D1, "hangs")
+    turn.fleet.pairs.note(P1, D1, "hangs")
     turn.feed(Checked())
     assert "remote_request_id" not in turn.body["kv_transfer_params"]
     turn.feed(prefilled(cached=0), BODY, whole(), Ended())

@@ -634,7 +634,7 @@ ANSWER = {
 def answered(*, keep_token_ids: bool = False, note: dict[str, object] | None = None, **fields: Any) -> dict[str, Any]:
     members = wire.split(encoded(ANSWER | fields))
     asked = read_request(CHAT, chat(b'"return_token_ids": true' if keep_token_ids else b'"stream": false'))
-    seen: dict[str, Any] = json.loads(wire.client_answer(asked, members, note))
+    seen: dict[str, Any] = json.loads(wire.client_answer(asked.api, members, note, shows_ids=asked.wants_token_ids))
     return seen
 
 
@@ -664,7 +664,7 @@ def test_our_note_stands_in_usage_beside_what_was_there() -> None:
 def test_other_bytes_of_an_answer_are_not_touched() -> None:
     body = rb'{"choices": [ {"logprob": -0.10, "s":"\u00e9"} ], "x": 1.50, "kv_transfer_params": null}'
     assert (
-        wire.client_answer(read_request(CHAT, chat(b'"return_token_ids": true')), wire.split(body), None)
+        wire.client_answer(CHAT.api, wire.split(body), None, shows_ids=True)
         == rb'{"choices":[ {"logprob": -0.10, "s":"\u00e9"} ],"x":1.50}'
     )
 
@@ -682,7 +682,7 @@ def test_token_counts_are_read() -> None:
 
 def test_prompt_ids_are_found_where_each_endpoint_puts_them() -> None:
     def ids(body: dict[str, Any]) -> object:
-        return wire.read_ids(wire.read_answer(CHAT, encoded(body)).ran)
+        return wire.read_ids(wire.read_answer(CHAT.api, encoded(body)).ran)
 
     assert ids({"choices": [{}], "prompt_token_ids": [1]}) == (1,)
     assert ids({"choices": [{"prompt_token_ids": [2]}]}) == (2,)

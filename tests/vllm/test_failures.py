@@ -263,14 +263,14 @@ async def test_a_d_that_stands_still_is_given_up_in_time(site: Site) -> None:
         prompt = await talk.more(fresh(300))
         patient = talk.router.config
         with standing_still(site.d):
-            talk.router.config = replace(patient, prefill_timeout_s=4.0, decode_timeout_s=3.0)
+            talk.router.reconfigure(replace(patient, prefill_timeout_s=4.0, decode_timeout_s=3.0))
             with taking(15.0):
                 answer = await talk.say(prompt, status=504)
             assert error_of(answer.raw)["code"] == "decode_timeout"
             assert site.d.url in error_of(answer.raw)["message"]
             site.keeps_for_a_while(site.p, PREFILL_LEASE_S)
             site.keeps_for_a_while(site.d, STOCK_TTL_S)
-        talk.router.config = patient
+        talk.router.reconfigure(patient)
         answer = await talk.say(prompt)
         await is_warm(talk, [*prompt, *answer.token_ids, *range(150, 190)])
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 from backhaul_router.errors import Leg
-from backhaul_router.fleet.breakers import BreakerState, Where
-from backhaul_router.fleet.fleet import Engine
+from backhaul_router.fleet.breakers import BreakerState, EngineLeg
+from backhaul_router.fleet.engine import Engine
 from backhaul_router.report import Reason, Route
 from breakable import Run, processes, run, runs, taking, until
 from by_hand import fresh
@@ -28,11 +28,11 @@ def two_prefill(engine_sets: EngineSets) -> EngineSet:
 @contextmanager
 def busy(talk: Run, engine: Engine) -> Iterator[None]:
     """So that a new conversation goes to another one."""
-    talk.router.fleet.begin(engine)
+    talk.router.fleet.load.begin(engine.url)
     try:
         yield
     finally:
-        talk.router.fleet.end(engine)
+        talk.router.fleet.load.end(engine.url)
 
 
 async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_begun(
@@ -45,7 +45,7 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
         used = talk.agent.reports[-1].prefill_engine
         victim = next(engine for engine in engines.prefill if engine.url == used)
         other = next(engine for engine in talk.router.fleet.prefill if engine.url != used)
-        at = Where(victim.url, Leg.PREFILL)
+        at = EngineLeg(victim.url, Leg.PREFILL)
 
         for pid in processes(victim):
             os.kill(pid, signal.SIGSTOP)  # so that the turn is there when it dies
@@ -67,7 +67,7 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
             talk.agent.conversation = "another"
             another = await talk.say(fresh(300))
         assert (another.report.prefill_engine, another.report.retries) == (other.url, 1)
-        assert talk.router.fleet.breakers()[at] is not BreakerState.CLOSED
+        assert talk.router.fleet.breaker_states()[at] is not BreakerState.CLOSED
         with busy(talk, other):
             talk.agent.conversation = "a third"
             assert (await talk.say(fresh(300))).report.retries == 0, "it was tried again though it is known to be dead"
@@ -77,7 +77,7 @@ async def test_engines_that_die_at_work_cost_no_request_but_a_stream_that_had_be
         since = time.monotonic()
 
         async def closed() -> bool:
-            return talk.router.fleet.breakers()[at] is BreakerState.CLOSED
+            return talk.router.fleet.breaker_states()[at] is BreakerState.CLOSED
 
         await until(closed, 60.0)
         print(f"its breaker closed {time.monotonic() - since:.1f} s after it was healthy")

@@ -103,7 +103,7 @@ class Agent:
         return answer
 
     async def _engine_ids(self) -> list[bytes]:
-        return [value.encode() for value in self.router.fleet._engine_ids.values()]
+        return [value.encode() for value in self.router.fleet.restarts._engine_ids.values()]
 
 
 async def reference_choices(url: str, path: str, body: Mapping[str, Any]) -> answers.Choices:

@@ -32,7 +32,7 @@ from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailu
 from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.report import Route
 from backhaul_router.wire.connector_object import LeaseOperation
-from backhaul_router.wire.stream import StreamFilter
+from backhaul_router.wire.stream import Listeners, StreamFilter
 
 from .programs import cpu_s, program, rss_mb
 
@@ -392,7 +392,7 @@ def _left(answer: bytes) -> wire.Handle:
     if answer.startswith(b"{"):
         handle, _ = wire.read_handle(_params_of(answer).kv_transfer_params)
     else:
-        events = StreamFilter(wants_usage=True, note=lambda _: None)
+        events = StreamFilter(Listeners(lambda _: None))
         events.feed(answer)
         handle = events.handle
     if handle is None:

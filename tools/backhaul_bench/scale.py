@@ -23,15 +23,29 @@ from typing import Any
 import msgspec
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
-from backhaul_router.fleet.fleet import Engine, Fleet, Role
+from backhaul_router.fleet.engine import Engine, Role
+from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.identity.identify import Identity
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Branch, Held, Key
 from backhaul_router.report import Reason, Route
-from backhaul_router.turn.effects import Answered, Call, Chunk, Ended, Open, Opened, Read, Record, Settle, Take, Took
+from backhaul_router.turn.effects import (
+    Answered,
+    Call,
+    Chunk,
+    Done,
+    Ended,
+    Open,
+    Opened,
+    Read,
+    Record,
+    Settle,
+    Take,
+    Took,
+)
 from backhaul_router.turn.placement import Placement, Prompt, place
-from backhaul_router.turn.steps import Done
+from backhaul_router.turn.states import begin
 from backhaul_router.turn.turn import Turn
 from rich.table import Table
 
@@ -128,7 +142,7 @@ class Conversations:
         branch = self.branch(chain, number)
         if taken.held is not None:  # which this turn supersedes
             self.payload = payload
-        fleet.note_placed((key.tenant, key.conversation), fleet.decode[0], fleet.prefill[0], now)
+        fleet.load.placed((key.tenant, key.conversation), fleet.decode[0].url, fleet.prefill[0].url, now)
         ended = now + 1e-3
         dropped = self.ledger.settle(key, taken, branch, ended)
         fleet.retention.settled(key, taken, branch, dropped, ended)
@@ -253,10 +267,10 @@ def turn(conversations: Conversations, fleet: Fleet, config: RouterConfig, numbe
         facts = wire.read_request(wire.Endpoint.CHAT, body)
         ledger.sweep(1.0)
         running = Turn(facts, identity, config, fleet, 1.0, chain=digests.chain(facts.parts))
-        state, _ = running.begin(1.0)
+        state, _ = begin(running, 1.0)
         chunks = iter((Chunk(answered), Ended()))
         while not isinstance(state, Done):
-            match state.need:
+            match state.ask():
                 case Take(key, chain, parent):
                     state, actions = state.next(Took(ledger.take(key, chain, 1.0, _usable, parent)), 1.0)
                 case Call():

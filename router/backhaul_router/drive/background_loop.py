@@ -1,4 +1,4 @@
-"""An event loop in a background thread, for code that has none: synchronous clients, finalizers, the process's exit.
+"""Event loop in a background thread (a blocking portal), for code without one: synchronous clients, finalizers, the exit.
 
 One loop serves the whole process. It starts when it is first needed, and a forked child starts its own: threads do not
 survive a fork, and what the parent's routers hold is the parent's to release.
@@ -35,12 +35,12 @@ class _Loop(asyncio.SelectorEventLoop):
         return await super().getaddrinfo(*args, **kwargs)
 
 
-class Portal:
-    """A running event loop that other threads hand coroutines to."""
+class BackgroundLoop:
+    """Blocking portal: a running event loop that other threads hand coroutines to."""
 
     def __init__(self) -> None:
         self._loop = _Loop()
-        self._thread = threading.Thread(target=self._run, name="backhaul-portal", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="backhaul-background-loop", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -78,23 +78,23 @@ class Portal:
 
 
 _lock = threading.RLock()
-_portal: Portal | None = None
+_shared: BackgroundLoop | None = None
 _open: set[Closeable] = set()
 _lost: list[object] = []
 """What a forked child has of its parent's: kept, so that no finalizer touches the selectors and sockets that both share."""
 _exiting = False
 
 
-def shared() -> Portal:
-    """The process's portal, started if need be. Safe in a finalizer, even one that interrupts this very function."""
-    global _portal
-    if _portal is None:
+def shared() -> BackgroundLoop:
+    """The process's background loop, started if need be. Safe in a finalizer, even one that interrupts this very function."""
+    global _shared
+    if _shared is None:
         with _lock:
-            fresh = Portal()
-            if _portal is None:
-                _portal = fresh
+            fresh = BackgroundLoop()
+            if _shared is None:
+                _shared = fresh
                 fresh.start()
-    return _portal
+    return _shared
 
 
 def running() -> bool:
@@ -166,24 +166,24 @@ async def _abort_and_close(things: Iterable[Closeable]) -> None:
 def _close_at_exit() -> None:
     global _exiting
     _exiting = True
-    things, portal = list(_open), _portal
+    things, loop = list(_open), _shared
     _open.clear()
-    if portal is not None:
+    if loop is not None:
         try:
-            portal.run(_abort_and_close(things), 2 * CLOSE_LIMIT_S + 1)
+            loop.run(_abort_and_close(things), 2 * CLOSE_LIMIT_S + 1)
         except TimeoutError:
             _log.warning("Backhaul's event loop did not answer at exit: leases on the engines end with their TTL")
-        portal.stop()
+        loop.stop()
     elif things:
         with asyncio.Runner(loop_factory=_Loop) as runner:
             runner.run(close_all(things))
 
 
 def _start_anew_in_child() -> None:
-    global _portal, _lock
-    if _portal is not None:
-        abandon(_portal)
-    _portal = None
+    global _shared, _lock
+    if _shared is not None:
+        abandon(_shared)
+    _shared = None
     _lock = threading.RLock()
     _open.clear()
 

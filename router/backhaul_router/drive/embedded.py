@@ -1,10 +1,10 @@
-"""The embedded router as an HTTP transport, for `httpx2` and for `httpx`, asynchronous and synchronous.
+"""HTTP transport over a router in this process, for `httpx2` and for `httpx`, asynchronous and synchronous.
 
 Whatever takes an http client runs on the router this way, without a server in between. Both modules have the same
 interface under different classes: the classes here are written once, and joined with a module's base classes on demand.
 
-The asynchronous transport calls the router in the caller's task. The synchronous one runs it on the process's portal: a
-pump there puts chunks into a queue as they come, so that a chunk costs a queue operation and no switch of threads.
+The asynchronous transport calls the router in the caller's task. The synchronous one runs it on the process's background
+loop: a pump there puts chunks into a queue as they come, so that a chunk costs a queue operation and no switch of threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DONE = b"data: [DONE]"
 
 @runtime_checkable
 class AttachingScope(ConversationScope, Protocol):
-    """A conversation that wants to know which routers it ran on, to end it there."""
+    """Observer scope: a conversation that wants to know which routers it ran on, to end it there."""
 
     def attach(self, router: Router) -> None:
         """Called before each request, in the caller's thread."""

@@ -1,4 +1,4 @@
-"""What the server writes to its log: one line for each turn, and which turn it was on every line that is written during one.
+"""Structured logging of the server: one line for each turn, and which turn it was on every line that is written during one.
 
 A line never has a body, a key or a handle. Where the application runs under somebody else's logging, a turn's line is text that
 says it all; `to_stderr` is for the server's own process.
@@ -58,7 +58,7 @@ class LogFormat(enum.StrEnum):
 
 
 class Running:
-    """The turn that a request has come to, once it is known."""
+    """Log context: the turn that a request has come to, once it is known."""
 
     __slots__ = ("turn",)
 
@@ -72,7 +72,7 @@ class Running:
         named: dict[str, Any] = {}
         if self.turn.identity is not None:
             named["conversation"] = self.turn.identity.conversation
-        if (number := self.turn.draft.get("turn")) is not None:
+        if (number := self.turn.draft.turn) is not None:
             named["turn"] = number
         if self.turn.tenant:
             named["tenant"] = self.turn.tenant

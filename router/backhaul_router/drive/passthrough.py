@@ -1,4 +1,4 @@
-"""Requests that are no turns, which a decode engine answers as they are; and the headers that engines are sent with turns too."""
+"""Reverse proxy for requests that are no turns, which a decode engine answers; and what headers engines are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .. import wire
 from ..config import RouterConfig
 from ..engines.client import EngineCall, EngineClient, EngineFailure, EngineStream
 from ..errors import error_event
-from ..fleet.fleet import Fleet, Role
+from ..fleet.engine import Role
+from ..fleet.fleet import Fleet
 from ..turn.effects import Headers
 from ..wire import cache_salt
 from ..wire.sse import EventSplitter
@@ -31,7 +32,7 @@ _SALTED = ("/v1/embeddings",)
 """Of those, what runs the model, and so fills and reads an engine's prefix cache."""
 
 
-def passes(method: str, path: str) -> bool:
+def is_passed_through(method: str, path: str) -> bool:
     """Whether a request is passed on to an engine."""
     if method == "GET":
         steps = set(unquote(path).split("/"))
@@ -52,7 +53,7 @@ def engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict
     return out
 
 
-async def passed(
+async def pass_through(
     request: Request, headers: Mapping[str, str], fleet: Fleet, client: EngineClient, config: RouterConfig
 ) -> Reply:
     """Gives a request to a decode engine, and its answer back."""

@@ -1,4 +1,4 @@
-"""What a router is given, and what it gives back."""
+"""Request and reply of a router, whatever HTTP library or server they come through."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..turn.effects import Headers
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a client sent, whatever HTTP library or server it came through."""
+    """Request: what a client sent."""
 
     method: str
     path: str
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(Protocol):
-    """What the client gets. `body` must be iterated to its end or closed: closing early aborts the engines."""
+    """Streaming reply that the client gets. It must be iterated to its end or closed: closing early aborts the engines."""
 
     status: int
     headers: Sequence[tuple[str, str]]
@@ -46,7 +46,7 @@ class Reply(Protocol):
 
 
 class WholeReply:
-    """A reply whose body is known."""
+    """Reply whose body is known."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         self.status = status

@@ -1,4 +1,4 @@
-"""One turn being driven: its calls are made, its actions performed, and what its client gets handed on."""
+"""Driver of a sans-I/O state machine: a turn's calls are made, its actions performed, and what its client gets handed on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
-from ..engines.client import EngineCall, EngineFailure, EngineStream, Kept
+from ..engines.client import Detached, EngineCall, EngineFailure, EngineStream
 from ..errors import FailureKind, Leg
-from ..fleet.breakers import Who
-from ..fleet.fleet import Engine
+from ..fleet.breakers import FailedRequest
+from ..fleet.engine import Engine
 from ..identity.scope import ConversationScope
 from ..ledger.records import Taken
 from ..report import ReuseReport
-from ..turn.decoding import Collecting, Decoding, Relaying
 from ..turn.effects import (
     Action,
     Answered,
@@ -23,6 +22,7 @@ from ..turn.effects import (
     Check,
     Checked,
     Chunk,
+    Done,
     Ended,
     Event,
     Failed,
@@ -34,16 +34,16 @@ from ..turn.effects import (
     Record,
     Respond,
     Send,
+    State,
     Take,
     Took,
 )
-from ..turn.prefilling import Prefilling
-from ..turn.steps import Done, State
+from ..turn.states import Collecting, Decoding, Prefilling, Relaying, begin
 from ..turn.turn import Turn
+from .late_answers import read_late_answer
+from .request import Reply
+from .services import Services
 from .spans import NO_SPANS, Spans
-
-if TYPE_CHECKING:
-    from .router import Reply, Router
 
 log = logging.getLogger("backhaul")
 
@@ -51,11 +51,11 @@ _LAST_LOOK_S = 0.01
 
 
 class Run:
-    """One turn being driven; also the reply that its client reads."""
+    """Driver of one turn; also the reply that its client reads."""
 
     def __init__(
         self,
-        router: Router,
+        services: Services,
         turn: Turn,
         scope: ConversationScope | None,
         headers: Mapping[str, str],
@@ -64,7 +64,7 @@ class Run:
         self._spans = spans
         self.status = 0
         self.headers: Headers = ()
-        self._router = router
+        self._services = services
         self._turn = turn
         self._scope = scope
         self._engine_headers = headers
@@ -73,14 +73,14 @@ class Run:
         self._stream: EngineStream | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._decoding: Engine | None = None
-        self._kept = Kept()
+        self._detached = Detached()
         self._calls = 0
         self._reading = False
         self._closing = False
 
     async def start(self) -> Reply:
         """Drives the turn until its reply has a head."""
-        self._state, actions = self._turn.begin(self._router.clock())
+        self._state, actions = begin(self._turn, self._services.clock())
         try:
             self._perform(actions)
             while not self.status:
@@ -112,22 +112,22 @@ class Run:
             state = self._state
             self._state = Done()
             if not isinstance(state, Done):
-                self._perform(state.abandon(self._router.clock()))
+                self._perform(state.abandon(self._services.clock()))
                 self._leave(state)
             await self._close_stream(drain=isinstance(state, Done))
 
     async def _look_once_more(self) -> None:
         """Reads what an engine has sent already. A client that leaves at the last token would leave its handle unread in
         there, pinned until the TTL."""
-        until = self._router.clock() + _LAST_LOOK_S
+        until = self._services.clock() + _LAST_LOOK_S
         while isinstance(self._state, Relaying) and self._chunks is not None and not self._reading:
-            if self._router.clock() > until:
+            if self._services.clock() > until:
                 return
             try:
                 event = Chunk(await asyncio.wait_for(anext(self._chunks), _LAST_LOOK_S / 4))
             except (TimeoutError, StopAsyncIteration, EngineFailure):
                 return
-            state, actions = self._state.next(event, self._router.clock())
+            state, actions = self._state.next(event, self._services.clock())
             if not isinstance(state, Done | Relaying):
                 return
             self._state = state
@@ -135,21 +135,21 @@ class Run:
 
     def _leave(self, state: State) -> None:
         """What the engine has sent, or sends at this moment, may have a handle that nobody else reads."""
-        stream = self._kept.stream
+        stream = self._detached.stream
         if stream is None or self._reading or not isinstance(state, Prefilling | Decoding | Collecting | Relaying):
             return
         stream.leave()
         self._stream = None
-        self._router.hear_out(state, stream)
+        self._services.spawn(read_late_answer(state, stream, self._services.perform))
 
     async def _advance(self) -> None:
         state = self._state
         if isinstance(state, Done):
             raise AssertionError("a turn ended without an answer")  # noqa: TRY004
-        event = await self._meet(state.need)
+        event = await self._meet(state.ask())
         if self._state is not state:
             return
-        self._state, actions = state.next(event, self._router.clock())
+        self._state, actions = state.next(event, self._services.clock())
         self._perform(actions)
 
     def _perform(self, actions: Iterable[Action]) -> None:
@@ -160,11 +160,11 @@ class Run:
                 case Send(data):
                     self._out.append(data)
                 case Record(report):
-                    self._router.perform(action, self._scope)
+                    self._services.perform(action, self._scope)
                     self._end_after(report)
                     self._spans.end(report)
                 case _:
-                    self._router.perform(action, self._scope, self._turn.hints.pause_s)
+                    self._services.perform(action, self._scope, self._turn.hints.pause_s)
 
     def _end_after(self, report: ReuseReport) -> None:
         """A last turn ends its conversation; one that failed may be tried again first."""
@@ -172,48 +172,45 @@ class Run:
             self._note(self._decoding, Leg.DECODE, None)
         answered = report.status == 200 and report.error in (None, "client_gone")
         if self._turn.hints.last_turn and answered and report.conversation is not None:
-            self._router.forget(report.conversation, report.tenant)
+            self._services.forget(report.conversation, report.tenant)
 
     async def _meet(self, need: Need) -> Event:
-        if self._router.retention.due:
-            self._router.give_up_retained()
+        handles = self._services.handles
+        if handles.retention.due:
+            handles.give_up_retained()
         match need:
             case Take(key, chain, parent):
-                router = self._router
-                found = router.ledger.take(key, chain, router.clock(), router.usable, parent)
+                services = self._services
+                found = handles.ledger.take(key, chain, services.clock(), services.usable, parent)
                 taken = found if isinstance(found, Taken) else await found
-                router.retention.took(taken)
+                handles.retention.took(taken)
                 return Took(taken)
             case Check(prefill, decode, engine_id):
-                return Checked(await self._router.check(prefill, decode, engine_id))
+                return Checked(await self._services.check(prefill, decode, engine_id))
             case Call(leg, engine, path, body, timeout_s):
-                kept = self._keep() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
-                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, kept)
+                detached = self._detach() if leg is not Leg.RENDER else None  # nothing stays of what is rendered
+                call = EngineCall(engine.url + path, body, self._next_headers(leg, engine), timeout_s, detached)
                 tokens = self._turn.computes if leg is Leg.PREFILL else 0
-                self._router.fleet.begin(engine, tokens)
+                self._services.fleet.load.begin(engine.url, tokens)
                 try:
-                    answer = await self._router.client.call(call)
+                    answer = await self._services.client.call(call)
                 except EngineFailure as failure:
-                    self._spans.failed(failure)
-                    self._note(engine, leg, failure.kind)
-                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                    return self._failed(engine, leg, failure)
                 finally:
-                    self._router.fleet.end(engine, tokens)
+                    self._services.fleet.load.end(engine.url, tokens)
                 self._spans.answered(answer.status)
                 self._note(engine, leg, FailureKind.ERROR if answer.status >= 500 else None)
                 return Answered(answer.status, answer.headers, answer.body)
             case Open(engine, path, body, timeout_s):
                 await self._close_stream(drain=False)
                 headers = self._next_headers(Leg.DECODE, engine)
-                call = EngineCall(engine.url + path, body, headers, timeout_s, self._keep())
-                self._router.fleet.begin(engine)
+                call = EngineCall(engine.url + path, body, headers, timeout_s, self._detach())
+                self._services.fleet.load.begin(engine.url)
                 self._decoding = engine
                 try:
-                    self._stream = await self._router.client.open(call)
+                    self._stream = await self._services.client.open(call)
                 except EngineFailure as failure:
-                    self._spans.failed(failure)
-                    self._note(engine, Leg.DECODE, failure.kind)
-                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                    return self._failed(engine, Leg.DECODE, failure)
                 self._chunks = aiter(self._stream)
                 self._spans.answered(self._stream.status)
                 if self._stream.status >= 500:
@@ -234,30 +231,34 @@ class Run:
             self._chunks = None
             return Ended()
         except EngineFailure as failure:
-            self._spans.failed(failure)
-            if self._decoding is not None:
-                self._note(self._decoding, Leg.DECODE, failure.kind)
-            return Failed(failure.kind, f"{self._decoding}: {failure.message}")
+            return self._failed(self._decoding, Leg.DECODE, failure)
         finally:
             self._reading = False
 
-    def _keep(self) -> Kept:
-        self._kept = Kept()
-        return self._kept
+    def _failed(self, engine: Engine | None, leg: Leg, failure: EngineFailure) -> Failed:
+        self._spans.failed(failure)
+        if engine is not None:
+            self._note(engine, leg, failure.kind)
+        return Failed(failure.kind, f"{engine}: {failure.message}")
+
+    def _detach(self) -> Detached:
+        self._detached = Detached()
+        return self._detached
 
     def _note(self, engine: Engine, leg: Leg, failed: FailureKind | None) -> None:
         """Tells the breakers how a call ended."""
-        router, turn = self._router, self._turn
+        services, turn = self._services, self._turn
         if failed is None:
-            router.fleet.note_answer(engine, leg)
+            services.fleet.note_answer(engine, leg)
             return
         named = turn.identity is not None and not turn.identity.by_history
-        who = Who(f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain)
-        router.fleet.note_failure(engine, leg, failed, who, router.clock())
+        conversation = f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else ""
+        who = FailedRequest(conversation, turn.chain)
+        services.fleet.note_failure(engine, leg, failed, who, services.clock())
         if failed is FailureKind.BROKEN:
-            router.suspects.broke(turn.chain, engine.url, router.clock())
-        if router.fleet.breaker.any_open:
-            router.look_after_engines()
+            services.poison_list.broke(turn.chain, engine.url, services.clock())
+        if services.fleet.breakers.any_open:
+            services.recovery.start()
 
     def _next_headers(self, leg: Leg, engine: Engine) -> dict[str, str]:
         """Each call of a turn has a request id of its own: engines name requests, and their blocks, by it."""
@@ -271,7 +272,7 @@ class Run:
         stream, self._stream = self._stream, None
         engine, self._decoding = self._decoding, None
         if engine is not None:
-            self._router.fleet.end(engine)
+            self._services.fleet.load.end(engine.url)
         if stream is None:
             return
         try:

@@ -1,5 +1,5 @@
-"""Spans of turns, as a router tells them what happens. Nothing here imports OpenTelemetry: `tracing` does, once it is
-wanted (`tracer_provider`)."""
+"""Tracing interface: the spans of turns, as a router tells them what happens. Nothing here imports OpenTelemetry:
+`tracing` does, once it is wanted (`tracer_provider`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Final, Protocol
 
 from ..engines.client import EngineFailure
 from ..errors import Leg
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..report import ReuseReport
 from ..turn.turn import Turn
 
 
-class Spans(Protocol):
-    """The spans of one turn. Its calls to engines follow each other; each ends when the next begins, or the turn ends."""
+class Spans:
+    """Spans of one turn; these are the null object, of a turn that nobody traces. Its calls to engines follow each other: each
+    ends when the next begins, or the turn ends."""
 
     def begin(self, leg: Leg, engine: Engine, headers: dict[str, str]) -> None:
         """An engine is about to be called. The client's trace context in `headers` is replaced by that of the call's span."""
@@ -30,7 +31,7 @@ class Spans(Protocol):
 
 
 class Tracing(Protocol):
-    """Begins spans."""
+    """Tracer: begins spans."""
 
     def begin(self, turn: Turn, headers: Mapping[str, str]) -> Spans:
         """A turn begins. `headers` are the client's, names in lower case."""
@@ -39,19 +40,4 @@ class Tracing(Protocol):
         """Hands on what is left, which can take seconds. Only where the spans' way out belongs to the router."""
 
 
-class _NoSpans:
-    def begin(self, leg: Leg, engine: Engine, headers: dict[str, str]) -> None:
-        pass
-
-    def answered(self, status: int) -> None:
-        pass
-
-    def failed(self, failure: EngineFailure) -> None:
-        pass
-
-    def end(self, report: ReuseReport) -> None:
-        pass
-
-
-NO_SPANS: Final[Spans] = _NoSpans()
-"""Of a turn that nobody traces."""
+NO_SPANS: Final = Spans()

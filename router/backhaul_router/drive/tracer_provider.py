@@ -1,4 +1,4 @@
-"""The tracer provider of the program around an embedded router. OpenTelemetry is imported only where there is one."""
+"""Lookup of the tracer provider that the program around an embedded router uses, if it uses one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prefill engines told the router that they reused, against what they count themselves."""
+"""Reconciliation: what prefill engines told the router that they reused, against what they count themselves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .. import ranks
-from ..fleet.fleet import AUDITED, Baseline, Engine, Fleet, connector_counters, start_of
+from ..fleet.accounts import Baseline
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
+from ..wire.engine_metrics import AUDITED, connector_counters, page_of, start_of
 from .client import EngineCall, EngineClient, EngineFailure
 
 _TIMEOUT_S = 10.0
@@ -15,7 +17,8 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class AuditLine:
-    """One counter of one prefill engine. Counts are tokens since the router connected, or found the engine restarted."""
+    """Reconciliation of one counter of one prefill engine. Counts are tokens since the router connected, or found the
+    engine restarted."""
 
     engine: str
     counter: str
@@ -58,24 +61,24 @@ async def compare(client: EngineClient, fleet: Fleet, tolerance: float) -> tuple
 
 
 async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: float) -> list[AuditLine]:
-    before, busy = fleet.accounted(engine), fleet.busy(engine)
+    before, busy = fleet.accounts.total(engine.url), fleet.load.in_flight[engine.url]
     try:
         answer = await client.call(EngineCall(engine.url + "/metrics", timeout_s=_TIMEOUT_S))
     except EngineFailure:
         return []
     if answer.status != 200:
         return []
-    page = ranks.page_of(answer.body.decode(errors="replace"), engine.url)
+    page = page_of(answer.body, engine.url)
     counters, started_at = connector_counters(page), start_of(page)
-    accounted = fleet.accounted(engine)
-    in_flight = busy > 0 or fleet.busy(engine) > 0 or accounted != before
-    base = fleet.baseline(engine)
+    accounted = fleet.accounts.total(engine.url)
+    in_flight = busy > 0 or fleet.load.in_flight[engine.url] > 0 or accounted != before
+    base = fleet.accounts.baseline(engine)
     restarted = _restarted(base, counters, started_at)
     if not restarted:
-        fleet.rebase(engine, replace(base, seen=counters))
+        fleet.accounts.rebase(engine.url, replace(base, seen=counters))
     elif not in_flight:
         base = Baseline(accounted, counters, counters, started_at)
-        fleet.rebase(engine, base)
+        fleet.accounts.rebase(engine.url, base)
     lines = []
     for name in AUDITED:
         router = accounted.get(name, 0) - base.accounted.get(name, 0)
@@ -88,7 +91,7 @@ async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: 
                 router=router,
                 counted=counted,
                 in_flight=in_flight,
-                unaccounted=fleet.unaccounted(engine),
+                unaccounted=fleet.accounts.missing(engine.url),
                 alarm=off and not in_flight,
                 restarted=restarted,
             )

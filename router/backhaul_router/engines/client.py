@@ -1,4 +1,4 @@
-"""HTTP to the engines, behind a small protocol, so that the client library can be changed without the router noticing."""
+"""Interface of HTTP to the engines (a port), so that the client library can be changed without the router noticing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import FailureKind
 
 
 class EngineFailure(Exception):
-    """An engine did not answer. `message` names the engine's URL and says what happened."""
+    """Error: an engine did not answer. `message` names the engine's URL and says what happened."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
@@ -19,14 +19,14 @@ class EngineFailure(Exception):
         self.message = message
 
 
-class Kept(msgspec.Struct):
-    """An exchange whose caller may be cancelled, and reads then what had been sent to it."""
+class Detached(msgspec.Struct):
+    """Detached exchange: it outlives its caller, who may be cancelled and reads then what had been sent to it."""
 
     stream: EngineStream | None = None
 
 
 class EngineCall(msgspec.Struct, frozen=True):
-    """One HTTP request to an engine."""
+    """Request to an engine over HTTP."""
 
     url: str
     body: bytes | None = None
@@ -34,13 +34,13 @@ class EngineCall(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     timeout_s: float = 120.0
     """`call`: limit for the whole exchange. `open`: longest silence before the head and between chunks."""
-    kept: Kept | None = None
+    detached: Detached | None = None
     """Filled in when the request is sent. Then a cancelled wait does not end the exchange: whoever gave this does, by `leave()`
     and `aclose()`. A client that does not fill it in has ended the exchange itself."""
 
 
 class EngineAnswer(msgspec.Struct, frozen=True):
-    """A whole response."""
+    """Response that has been read to its end."""
 
     status: int
     headers: Mapping[str, str]
@@ -49,7 +49,7 @@ class EngineAnswer(msgspec.Struct, frozen=True):
 
 
 class EngineStream(Protocol):
-    """A response whose head has arrived and whose body is still coming."""
+    """Streaming response: its head has arrived and its body is still coming."""
 
     @property
     def status(self) -> int: ...
@@ -68,7 +68,7 @@ class EngineStream(Protocol):
 
 
 class EngineClient(Protocol):
-    """How the router talks HTTP."""
+    """HTTP client, as the router uses it."""
 
     async def call(self, request: EngineCall) -> EngineAnswer:
         """Raises `EngineFailure`; any HTTP status is an answer."""

@@ -1,4 +1,4 @@
-"""`backhaul doctor`: asks every engine what it is, has every pair hold a tiny conversation, and says what is unsafe."""
+"""Diagnostics behind `backhaul doctor`: asks every engine what it is, probes every pair, and says what is unsafe."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 
 from ..engine_key import ENGINE_KEY_VARIABLE
 from ..errors import ConfigError
-from ..fleet.fleet import Engine, Role, check_fit
+from ..fleet.engine import Engine, Role, check_fit
 from .client import EngineClient
 from .describe import Unreachable, describe
 from .http_client import HttpClient
-from .pair_probe import Exchange, Verdict, exchange
+from .pair_probe import ProbeResult, Verdict, probe_pair
 
 
 class Severity(enum.IntEnum):
-    """How bad a finding is; the command's exit status is the worst."""
+    """Severity of a finding; the worst is the command's exit status."""
 
     GOOD = 0
     WARNING = 1
@@ -34,6 +34,8 @@ class Severity(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
+    """Diagnostic: what is wrong, and what to do about it."""
+
     severity: Severity
     where: str
     what: str
@@ -42,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """What one engine shows of itself; `None` where it does not."""
+    """Facts that one engine shows of itself; `None` where it does not."""
 
     url: str
     role: Role
@@ -51,7 +53,7 @@ class EngineFacts:
     models: tuple[str, ...] = ()
     block_size: int | None = None
     connector: str | None = None
-    """`backhaul`, `stock`, or `none` where an exchange showed that it keeps nothing for others."""
+    """`backhaul`, `stock`, or `none` where a probe showed that it keeps nothing for others."""
     bidirectional: bool | None = None
     ttl_s: float | None = None
     renders: bool | None = None
@@ -60,8 +62,10 @@ class EngineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
+    """Report of a diagnosis: facts of engines and pairs, and the findings."""
+
     engines: tuple[EngineFacts, ...]
-    pairs: tuple[Exchange, ...]
+    pairs: tuple[ProbeResult, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -101,11 +105,11 @@ async def diagnose(
                 findings.append(answer)
         misfits = _misfits(found.values())
         findings += misfits
-        pairs: list[Exchange] = []
+        pairs: list[ProbeResult] = []
         if not misfits:  # engines of two models or builds cannot hold a conversation
             for p, d in itertools.product(prefill, decode):
                 if p in found and d in found:
-                    pairs.append(await exchange(own, found[p], found[d], threshold=threshold, timeout_s=timeout_s))
+                    pairs.append(await probe_pair(own, found[p], found[d], threshold=threshold, timeout_s=timeout_s))
         findings += _fixed_ids(pairs)
         for pair in pairs:
             findings += _of_pair(pair, found[pair.prefill], found[pair.decode])
@@ -168,7 +172,7 @@ def _misfits(engines: Iterable[Engine]) -> list[Finding]:
     return found
 
 
-def _fixed_ids(pairs: Iterable[Exchange]) -> Iterable[Finding]:
+def _fixed_ids(pairs: Iterable[ProbeResult]) -> Iterable[Finding]:
     """One for each decode engine."""
     for url, engine_id in {pair.decode: pair.fixed_id for pair in pairs if pair.fixed_id is not None}.items():
         yield Finding(
@@ -219,7 +223,7 @@ _PAIR_ADVICE = {
 }
 
 
-def _of_pair(pair: Exchange, prefill: Engine, decode: Engine) -> Iterable[Finding]:
+def _of_pair(pair: ProbeResult, prefill: Engine, decode: Engine) -> Iterable[Finding]:
     where = f"{pair.prefill} reads from {pair.decode}"
     if pair.verdict in _PAIR_ADVICE:
         severity, what, advice = _PAIR_ADVICE[pair.verdict]
@@ -243,7 +247,7 @@ def _of_pair(pair: Exchange, prefill: Engine, decode: Engine) -> Iterable[Findin
         yield Finding(severity=Severity.WARNING, where=where, what=what, advice=advice)
 
 
-def _facts(url: str, role: Role, engine: Engine | None, pairs: Sequence[Exchange]) -> EngineFacts:
+def _facts(url: str, role: Role, engine: Engine | None, pairs: Sequence[ProbeResult]) -> EngineFacts:
     if engine is None:
         return EngineFacts(url=url, role=role, answers=False)
     is_prefill = role is Role.PREFILL

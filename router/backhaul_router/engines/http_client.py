@@ -1,4 +1,4 @@
-"""HTTP/1.1 to the engines: asyncio's connections, httptools' parser (llhttp), a pool for each event loop.
+"""HTTP/1.1 client for the engines: asyncio's connections, httptools' parser (llhttp), a pool for each event loop.
 
 A turn is two or three small requests to engines that the router talks to all the time, so what a client library spends on
 each is most of what the router adds; docs/decisions/009 has the figures. Only what engines need is here: no redirects, cookies,
@@ -21,7 +21,8 @@ from urllib.parse import quote
 from .. import engine_key, ranks, urls
 from ..errors import FailureKind
 from .client import EngineAnswer, EngineCall, EngineFailure
-from .http_connection import Connection, Connections, HttpStream, Target, reason_of
+from .http_connection import Connection, Connections, reason_of
+from .http_stream import HttpStream, Target
 from .tls import client_context
 
 _HAPPY_EYEBALLS_S: Final = 0.25
@@ -235,15 +236,15 @@ class HttpClient:
 
 
 def _stream(target: Target, connection: Connection, request: EngineCall) -> HttpStream:
-    stream = HttpStream(target, connection, kept=request.kept is not None)
-    if request.kept is not None:
-        request.kept.stream = stream
+    stream = HttpStream(target, connection, detached=request.detached is not None)
+    if request.detached is not None:
+        request.detached.stream = stream
     return stream
 
 
 async def _end(request: EngineCall) -> None:
-    if request.kept is not None and request.kept.stream is not None:
-        await request.kept.stream.aclose()
+    if request.detached is not None and request.detached.stream is not None:
+        await request.detached.stream.aclose()
 
 
 class _Pool:

@@ -1,8 +1,9 @@
-"""What engines keep for the router, and how it is given back.
+"""Lease client: what engines keep for the router is renewed, listed and given back.
 
-A decode engine that runs our connector is told by name (`LeaseOperation`), in batches: a lease that a turn has superseded
-waits a moment for the next request to that engine, which takes it along (`Fleet.to_release`), and is else sent by itself.
-A stock engine is told by way of one of the other role, which is made to reject a request that carries the handle.
+A lease is a decode engine's promise to keep a handle's blocks until a time. One that runs our connector is told by name
+(`LeaseOperation`), in batches: a lease that a turn has superseded waits a moment for the next request to that engine, which takes
+it along (`ReleaseQueue`), and is else sent by itself. A stock engine makes no such promise: it is
+told by way of one of the other role, which is made to reject a request that carries the handle.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import msgspec
 
 from .. import wire
 from ..errors import LeaseError
-from ..fleet.fleet import Engine, Fleet, Holder, Role
+from ..fleet.engine import Engine, Holder, Role
+from ..fleet.fleet import Fleet
 from ..ledger.records import Held
 from ..turn.effects import EndLease, Release
 from ..wire.connector_object import LeaseAnswer, LeaseOperation, LeaseRow, read_lease_answer
@@ -38,7 +40,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLeases:
-    """The leases of one decode engine, over all of its data-parallel ranks."""
+    """Listing of the leases of one decode engine, over all of its data-parallel ranks."""
 
     decode: str
     count: int = 0
@@ -50,7 +52,7 @@ class EngineLeases:
 
 @dataclass(frozen=True)
 class Renewal:
-    """What came of renewing leases."""
+    """Outcome of renewing leases."""
 
     remaining: Mapping[tuple[str, str], float]
     """Seconds by `Held.name`, of those whose engines did it; 0 where it does not know the lease any more."""
@@ -59,7 +61,7 @@ class Renewal:
 
 
 class Leases:
-    """Ends, renews and lists leases. Failures to end one are counted and logged: it ends with its TTL."""
+    """Lease client: ends, renews and lists. Failures to end one are counted and logged: it ends with its TTL."""
 
     def __init__(self, client: EngineClient, fleet: Fleet, spawn: Spawn) -> None:
         self._client = client
@@ -78,20 +80,17 @@ class Leases:
 
     def end_soon(self, holder: Holder, *, ride: bool = True) -> None:
         """Sends what is due there, unless a request takes it along."""
-        if ride and holder.rank is None:
-            self._end_soon(holder)
-        else:
+        if not ride or holder.rank is not None:
             self._end_due(holder)
-
-    def _end_soon(self, holder: Holder) -> None:
-        """One timer for all that is due there by then: a turn leaves a lease each time, and a timer costs more than the rest."""
+            return
+        # One timer for all that is due there by then: a turn leaves a lease each time, and a timer costs more than the rest.
         loop = asyncio.get_running_loop()
         waiting = self._waiting.setdefault(loop, set())
         if holder not in waiting:
             waiting.add(holder)
-            loop.call_later(_RIDE_S, self._end_waiting, waiting, holder)
+            loop.call_later(_RIDE_S, self._end_after_wait, waiting, holder)
 
-    def _end_waiting(self, waiting: set[Holder], holder: Holder) -> None:
+    def _end_after_wait(self, waiting: set[Holder], holder: Holder) -> None:
         waiting.discard(holder)
         self._end_due(holder)
 
@@ -103,12 +102,12 @@ class Leases:
 
     def end_one(self, lease: EndLease) -> None:
         """A lease whose turn has no use for it."""
-        self._fleet.release_later(lease.holder, [lease.id])
+        self._fleet.releases.add(lease.holder, [lease.id])
         self._end_due(lease.holder)
 
-    def hurry(self) -> None:
+    def end_waiting(self) -> None:
         """Sends what is waiting for a request to take it along."""
-        for holder in self._fleet.releasing:
+        for holder in self._fleet.releases.holders:
             self._end_due(holder)
 
     def _note(self, dropped: Iterable[Held], stock: Callable[[Coroutine[Any, Any, None]], object]) -> set[Holder]:
@@ -116,30 +115,27 @@ class Leases:
         for held in dropped:
             if held.leased:
                 holder = Holder.of(held.decode, held.handle.engine_id)
-                self._fleet.release_later(holder, [held.handle.request_id])
+                self._fleet.releases.add(holder, [held.handle.request_id])
                 holders.add(holder)
             elif (via := self._fleet.pick(Role.PREFILL)) is not None:
                 stock(self.release(Release(held.handle.params, via)))
         return holders
 
     def _end_due(self, holder: Holder) -> None:
-        if holder in self._fleet.releasing:
+        if holder in self._fleet.releases.holders:
             self._spawn(self._send_due(holder))
 
     async def _send_due(self, holder: Holder) -> None:
-        while leases := self._fleet.to_release(holder):
-            await self._release_leases(holder, leases)
-
-    async def _release_leases(self, holder: Holder, leases: Sequence[str]) -> None:
-        try:
-            await self.operate(holder, LeaseOperation(release=leases))
-        except LeaseError as error:
-            log.warning(
-                "%d leases could not be released, their blocks stay pinned until their TTL: %s", len(leases), error
-            )
-            self._fleet.count_release(len(leases), failed=True)
-        else:
-            self._fleet.count_release(len(leases), failed=False)
+        while leases := self._fleet.releases.take(holder):
+            failure: LeaseError | None = None
+            try:
+                await self.operate(holder, LeaseOperation(release=leases))
+            except LeaseError as error:
+                failure = error
+                log.warning(
+                    "%d leases could not be released, their blocks stay pinned until their TTL: %s", len(leases), error
+                )
+            self._fleet.counters.count_release(len(leases), failed=failure is not None)
 
     # --- by way of another engine
 
@@ -150,7 +146,7 @@ class Leases:
             why = await self._release_via(release.via, release.params)
             if why is not None and another is not None:
                 why = await self._release_via(another, release.params)
-        self._fleet.count_release(failed=why is not None)
+        self._fleet.counters.count_release(failed=why is not None)
         if why is not None:
             log.warning("a handle could not be released, its blocks stay pinned until their TTL: %s", why)
 
@@ -217,9 +213,9 @@ class Leases:
 
     async def flush(self) -> None:
         """Has every decode engine of ours end every lease, other routers' too. Raises `LeaseError` when one did not."""
-        holders = [holder for engine in self._ours() for holder in self._fleet.holders(engine)]
+        holders = [holder for engine in self._ours() for holder in self._fleet.restarts.holders(engine)]
         for holder in holders:
-            while self._fleet.to_release(holder):
+            while self._fleet.releases.take(holder):
                 pass  # it ends with all others
         results = await asyncio.gather(
             *(self.operate(holder, LeaseOperation(flush=True)) for holder in holders), return_exceptions=True
@@ -234,7 +230,9 @@ class Leases:
 
     async def _list(self, engine: Engine) -> EngineLeases:
         try:
-            answers = [await self.operate(holder, LeaseOperation(list=True)) for holder in self._fleet.holders(engine)]
+            answers = [
+                await self.operate(holder, LeaseOperation(list=True)) for holder in self._fleet.restarts.holders(engine)
+            ]
         except LeaseError as error:
             return EngineLeases(decode=engine.url, error=str(error))
         return EngineLeases(

@@ -1,4 +1,4 @@
-"""Asking engines in the background what they have to do, while turns come: a router that is idle asks nothing.
+"""Polling of load: engines are asked in the background what they have to do, while turns come. An idle router asks nothing.
 
 Only where a role has several engines, since only there is something to choose. No turn waits for it.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from .. import ranks
-from ..fleet.fleet import Engine, Fleet, Role, start_of
-from ..fleet.load import read_gauges
+from ..fleet.engine import Engine, Role
+from ..fleet.fleet import Fleet
+from ..wire.engine_metrics import page_of, read_gauges, start_of
 from .client import EngineCall, EngineClient, EngineFailure
 
 log = logging.getLogger("backhaul")
@@ -21,7 +21,7 @@ _STALE = 5
 
 
 class LoadPolling:
-    """May be used from several event loops; whichever has a turn when it is due asks."""
+    """Poller of one fleet. May be used from several event loops; whichever has a turn when it is due asks."""
 
     def __init__(self, client: EngineClient, fleet: Fleet, interval_s: float) -> None:
         self._client = client
@@ -35,7 +35,7 @@ class LoadPolling:
         if now < self._next or not self._interval_s:
             return False
         self._next = now + self._interval_s
-        self._fleet.expire_load(now - _STALE * self._interval_s, now)
+        self._fleet.load.expire(now - _STALE * self._interval_s, now)
         return bool(self._asked)
 
     @property
@@ -49,13 +49,13 @@ class LoadPolling:
         await asyncio.gather(*(self._ask(engine, now) for engine in self._asked))
 
     async def _ask(self, engine: Engine, now: float) -> None:
-        own = self._fleet.busy(engine)
+        own = self._fleet.load.in_flight[engine.url]
         try:
             answer = await self._client.call(EngineCall(engine.url + "/metrics", timeout_s=_TIMEOUT_S))
         except EngineFailure as failure:
             self._says_nothing(engine, failure.message)
             return
-        page = ranks.page_of(answer.body.decode(errors="replace"), engine.url) if answer.status == 200 else ""
+        page = page_of(answer.body, engine.url) if answer.status == 200 else ""
         gauges = read_gauges(page)
         if gauges is None:
             self._says_nothing(engine, f"its /metrics, answered with status {answer.status}, does not show it")
@@ -63,12 +63,12 @@ class LoadPolling:
         if engine.url in self._silent:
             self._silent.discard(engine.url)
             log.info("%s shows its load again", engine)
-        self._fleet.note_gauges(engine, gauges, now, own)
-        self._fleet.processes.showed(engine.url, start_of(page))
+        self._fleet.load.read(engine.url, gauges, now, own)
+        self._fleet.restarts.showed(engine.url, start_of(page))
 
     def _says_nothing(self, engine: Engine, why: str) -> None:
         """Said once for each engine, until it answers again."""
-        self._fleet.count_failed_poll()
+        self._fleet.counters.add("failed_polls")
         if engine.url not in self._silent:
             self._silent.add(engine.url)
             log.warning(

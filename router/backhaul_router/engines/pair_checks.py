@@ -1,9 +1,9 @@
-"""Which prefill engine can read from which decode engine, found out with a tiny exchange before a conversation needs it.
+"""Compatibility checks of pairs: which prefill engine can read from which decode engine, probed before a conversation needs it.
 
 Only for stock prefill engines: without bi-directional mode one hangs on a handle instead of refusing it, and does not show
-the mode. An engine of ours answers, so there is nothing to find out. The exchange runs while the agent works on the first
+the mode. An engine of ours answers, so there is nothing to find out. The probe runs while the agent works on the first
 answer that such a pair gave it: a first turn is never read back, and so never waits; the second waits at most for what is left
-of the exchange.
+of the probe.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 from collections.abc import Callable
 
 from ..config import RouterConfig
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from .client import EngineClient
 from .leases import Spawn
-from .pair_probe import exchange
+from .pair_probe import probe_pair
 
 log = logging.getLogger("backhaul")
 
@@ -28,7 +29,7 @@ _AGAIN_S = 300.0
 
 
 class PairChecks:
-    """Runs each exchange once. May be used from several event loops, each of which then runs its own."""
+    """Single-flight checks: probes each pair once. May be used from several event loops, each of which then runs its own."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class PairChecks:
 
     def wanted(self, prefill: str, decode: str) -> bool:
         """Whether it is to be found out."""
-        return self.config.check_pairs and not self._fleet.is_checked(prefill, decode)
+        return self.config.check_pairs and not self._fleet.pairs.is_checked(prefill, decode)
 
     def due(self, now: float) -> bool:
         """Whether to try again what was unsafe."""
-        if now - self._checked < _AGAIN_S or not self._fleet.unsafe_pairs:
+        if now - self._checked < _AGAIN_S or not self._fleet.pairs.unsafe:
             return False
         self._checked = now
         return True
@@ -80,7 +81,7 @@ class PairChecks:
                 task.add_done_callback(functools.partial(_call_off, giving_up))
 
     async def check_unsafe_again(self) -> None:
-        for prefill, decode in self._fleet.unsafe_pairs:
+        for prefill, decode in self._fleet.pairs.unsafe:
             if (engine := self._fleet.get(prefill)) is not None:
                 await self.check(engine, decode)
 
@@ -90,7 +91,7 @@ class PairChecks:
             return
         timeout_s = min(_TIMEOUT_S, self.config.prefill_timeout_s)
         threshold = self.config.kv_recompute_threshold
-        found = await exchange(
+        found = await probe_pair(
             self._client, prefill, holder, threshold=threshold, timeout_s=timeout_s, given_up=lambda: self._closed
         )
         self._checked = self._clock()
@@ -102,9 +103,9 @@ class PairChecks:
                 holder,
                 why,
             )
-            self._fleet.note_pair(prefill.url, decode, why)
+            self._fleet.pairs.note(prefill.url, decode, why)
         else:
-            self._fleet.note_pair(prefill.url, decode, None)
+            self._fleet.pairs.note(prefill.url, decode, None)
 
 
 def _call_off(timer: asyncio.TimerHandle, _: object) -> None:

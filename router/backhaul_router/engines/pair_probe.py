@@ -1,4 +1,4 @@
-"""A tiny conversation of two turns between one P and one D, which shows whether P can read back what D holds.
+"""Active probe of a pair: a tiny conversation of two turns between one P and one D shows whether P can read what D holds.
 
     P computes a prompt, D reads it and answers (turn 1); P is given D's handle for a longer prompt (turn 2)
 
@@ -21,7 +21,7 @@ import msgspec
 
 from .. import wire
 from ..errors import FailureKind
-from ..fleet.fleet import Engine
+from ..fleet.engine import Engine
 from ..fleet.restarts import is_fixed
 from ..wire import connector_object
 from ..wire.connector_object import Ask, LeaseOperation
@@ -32,7 +32,7 @@ _PATH = str(wire.Endpoint.COMPLETIONS)
 
 
 class Verdict(enum.StrEnum):
-    """What came of an exchange."""
+    """What came of a probe."""
 
     WARM = "warm"
     """P read what D held."""
@@ -63,8 +63,8 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """The outcome for one pair."""
+class ProbeResult:
+    """Outcome of the probe of one pair."""
 
     prefill: str
     decode: str
@@ -85,8 +85,8 @@ class Exchange:
     ms: float = 0.0
 
 
-class _Outcome(Exception):
-    """The exchange ends here."""
+class _ProbeEnded(Exception):
+    """The probe ends here."""
 
     def __init__(self, verdict: Verdict, detail: str) -> None:
         super().__init__(detail)
@@ -108,7 +108,7 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 
 
 @dataclass(frozen=True)
-class _Left:
+class _Reply:
     """What an engine's answer says."""
 
     handle: wire.Handle | None
@@ -120,7 +120,9 @@ class _Left:
 
 
 @dataclass
-class _Exchange:
+class _Probe:
+    """One run of it."""
+
     client: EngineClient
     prefill: Engine
     decode: Engine
@@ -143,14 +145,14 @@ class _Exchange:
     async def run(self) -> Verdict:
         self.ids = await self._random_ids()
         first, second = (f"backhaul-{uuid.uuid4().hex}" for _ in range(2))
-        left = await self._turn_one(first, second)
-        if left.handle is None:
-            raise _Outcome(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned {left.no_handle}")
-        if is_fixed(left.handle.engine_id):
-            self.found["fixed_id"] = left.handle.engine_id
-        if left.handle.lease is not None:
-            self.found["ttl_s"] = left.handle.lease.ttl_s
-        return await self._turn_two(left.handle, [*self.ids, *left.generated, self.ids[0]], second)
+        reply = await self._turn_one(first, second)
+        if reply.handle is None:
+            raise _ProbeEnded(Verdict.NO_DECODE_HANDLE, f"{self.decode} returned {reply.no_handle}")
+        if is_fixed(reply.handle.engine_id):
+            self.found["fixed_id"] = reply.handle.engine_id
+        if reply.handle.lease is not None:
+            self.found["ttl_s"] = reply.handle.lease.ttl_s
+        return await self._turn_two(reply.handle, [*self.ids, *reply.generated, self.ids[0]], second)
 
     async def _random_ids(self) -> list[int]:
         """Token ids of this model, in an order that nobody has asked for before: whole blocks, above the threshold."""
@@ -159,20 +161,20 @@ class _Exchange:
         answer = await self._post(self.prefill, "/tokenize", body, Verdict.PREFILL_FAILS)
         known = sorted(set(wire.read_rendered(answer) or ()))
         if not known:
-            raise _Outcome(Verdict.PREFILL_FAILS, f"{self.prefill} does not tokenize")
+            raise _ProbeEnded(Verdict.PREFILL_FAILS, f"{self.prefill} does not tokenize")
         blocks = max(-(-self.threshold // self.block_size), 2) + 1
         return random.choices(known, k=blocks * self.block_size + 1)
 
-    async def _turn_one(self, first: str, second: str) -> _Left:
+    async def _turn_one(self, first: str, second: str) -> _Reply:
         """D's answer to the first turn. With our connector on both sides D would notice that P's prompt has another salt, so
         there turn 1 has one of its own, and D then runs the prompt alone under the salt of turn 2."""
         both = self.prefill.connector is not None and self.decode.connector is not None
-        left = await self._ask_prefill(self.ids, first, None)
-        if left.handle is None:
-            raise _Outcome(Verdict.NO_PREFILL_HANDLE, f"{self.prefill} returned {left.no_handle}")
-        self.pinned.append((self.prefill, left.handle))
-        answer = await self._ask_decode(left.handle, first if both else second, retain=not both)
-        self.pinned.remove((self.prefill, left.handle))
+        reply = await self._ask_prefill(self.ids, first, None)
+        if reply.handle is None:
+            raise _ProbeEnded(Verdict.NO_PREFILL_HANDLE, f"{self.prefill} returned {reply.no_handle}")
+        self.pinned.append((self.prefill, reply.handle))
+        answer = await self._ask_decode(reply.handle, first if both else second, retain=not both)
+        self.pinned.remove((self.prefill, reply.handle))
         if both:
             self.found["received"] = answer.account.received if answer.account else None
             answer = await self._ask_decode(None, second, retain=True)
@@ -189,37 +191,37 @@ class _Exchange:
         else:
             params = wire.cut_handle(handle, blocks, self.block_size, to_ours=self.prefill.connector is not None)
         try:
-            left = await self._ask_prefill(ids, salt, params)
-        except _Outcome as outcome:
-            hangs = outcome.verdict is Verdict.HANGS
-            raise _Outcome(Verdict.HANGS if hangs else Verdict.READ_FAILS, outcome.detail) from None
+            reply = await self._ask_prefill(ids, salt, params)
+        except _ProbeEnded as ended:
+            hangs = ended.verdict is Verdict.HANGS
+            raise _ProbeEnded(Verdict.HANGS if hangs else Verdict.READ_FAILS, ended.detail) from None
         shared = handle.lease is not None and handle.lease.shared
-        if not shared and not (left.account is not None and connector_object.keeps_waiting(left.account)):
+        if not shared and not (reply.account is not None and connector_object.keeps_waiting(reply.account)):
             self.pinned.remove((self.decode, handle))  # read once, or declined: either way P has told D
-        if left.handle is not None:
-            self.pinned.append((self.prefill, left.handle))
-        pulled, why = self._pulled(left)
+        if reply.handle is not None:
+            self.pinned.append((self.prefill, reply.handle))
+        pulled, why = self._pulled(reply)
         self.found["pulled"] = pulled
         if pulled is None:
             return Verdict.UNSEEN
         if pulled == 0:
-            raise _Outcome(Verdict.NOT_READ, why or f"{self.prefill} read none of {blocks * self.block_size} tokens")
+            raise _ProbeEnded(Verdict.NOT_READ, why or f"{self.prefill} read none of {blocks * self.block_size} tokens")
         return Verdict.WARM
 
     @staticmethod
-    def _pulled(left: _Left) -> tuple[int | None, str | None]:
-        if left.account is not None:
-            return left.account.pulled, left.account.why
-        if left.handle is not None and left.handle.cached is not None:
-            return left.handle.cached, None
-        return (left.usage.cached if left.usage else None), None
+    def _pulled(reply: _Reply) -> tuple[int | None, str | None]:
+        if reply.account is not None:
+            return reply.account.pulled, reply.account.why
+        if reply.handle is not None and reply.handle.cached is not None:
+            return reply.handle.cached, None
+        return (reply.usage.cached if reply.usage else None), None
 
-    async def _ask_prefill(self, ids: Sequence[int], salt: str, handle: wire.Members | None) -> _Left:
+    async def _ask_prefill(self, ids: Sequence[int], salt: str, handle: wire.Members | None) -> _Reply:
         params: dict[str, Any] = {**(handle or {}), "do_remote_decode": True, "do_remote_prefill": False}
         body = {**self._body(self.prefill, ids, salt, 1), wire.HANDLE: params}
         return await self._ask(self.prefill, body, Verdict.PREFILL_FAILS)
 
-    async def _ask_decode(self, handle: wire.Handle | None, salt: str, *, retain: bool) -> _Left:
+    async def _ask_decode(self, handle: wire.Handle | None, salt: str, *, retain: bool) -> _Reply:
         params: dict[str, Any] = {}
         if handle is not None:
             params = msgspec.json.decode(handle.params)
@@ -230,16 +232,16 @@ class _Exchange:
         body = {**self._body(self.decode, self.ids, salt, 2), "return_token_ids": True, wire.HANDLE: params}
         return await self._ask(self.decode, body, Verdict.DECODE_FAILS)
 
-    async def _ask(self, engine: Engine, body: Mapping[str, Any], verdict: Verdict) -> _Left:
+    async def _ask(self, engine: Engine, body: Mapping[str, Any], verdict: Verdict) -> _Reply:
         raw = await self._post(engine, _PATH, body, verdict)
         try:
             answer = _decode_answer(raw)
             params = wire.read_params(answer.kv_transfer_params)
         except msgspec.DecodeError as error:
-            raise _Outcome(verdict, f"{engine} sent an answer that cannot be read: {error}") from None
+            raise _ProbeEnded(verdict, f"{engine} sent an answer that cannot be read: {error}") from None
         generated = (answer.choices[0].token_ids if answer.choices else None) or ()
         no_handle = "" if params.handle else wire.no_handle(answer.kv_transfer_params)
-        return _Left(params.handle, params.account, answer.usage, generated, no_handle)
+        return _Reply(params.handle, params.account, answer.usage, generated, no_handle)
 
     @staticmethod
     def _body(engine: Engine, ids: Sequence[int], salt: str, max_tokens: int) -> dict[str, Any]:
@@ -263,10 +265,10 @@ class _Exchange:
             answer = await self.client.call(call)
         except EngineFailure as failure:
             hangs = failure.kind is FailureKind.TIMEOUT
-            raise _Outcome(Verdict.HANGS if hangs else verdict, failure.message) from None
+            raise _ProbeEnded(Verdict.HANGS if hangs else verdict, failure.message) from None
         if answer.status != 200:
             message = wire.error_message(answer.body)
-            raise _Outcome(verdict, f"{engine} answered {answer.status} to {path}: {message}")
+            raise _ProbeEnded(verdict, f"{engine} answered {answer.status} to {path}: {message}")
         return answer.body
 
     async def release(self) -> tuple[str, ...]:
@@ -294,7 +296,7 @@ class _Exchange:
         return f"{via} answered {answer.status}"
 
 
-async def exchange(
+async def probe_pair(
     client: EngineClient,
     prefill: Engine,
     decode: Engine,
@@ -302,21 +304,21 @@ async def exchange(
     threshold: int = 64,
     timeout_s: float = 10.0,
     given_up: Callable[[], bool] = bool,
-) -> Exchange:
+) -> ProbeResult:
     """Runs it. Never raises for what engines do; `timeout_s` limits each request. `threshold` is `kv_recompute_threshold`. Once
     `given_up` says so the request under way is the last one, what engines keep is released, and the task is cancelled."""
-    run = _Exchange(client, prefill, decode, threshold, timeout_s, given_up=given_up)
+    run = _Probe(client, prefill, decode, threshold, timeout_s, given_up=given_up)
     started = time.monotonic()
     detail = ""
     try:
         verdict = await run.run()
-    except _Outcome as outcome:
-        verdict, detail = outcome.verdict, outcome.detail
+    except _ProbeEnded as ended:
+        verdict, detail = ended.verdict, ended.detail
         if verdict is Verdict.HANGS and "offered" not in run.found:
             verdict = Verdict.PREFILL_FAILS if not run.pinned else Verdict.DECODE_FAILS
     finally:
         left_pinned = await run.release()
-    return Exchange(
+    return ProbeResult(
         prefill=prefill.url,
         decode=decode.url,
         verdict=verdict,

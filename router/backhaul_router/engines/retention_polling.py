@@ -1,32 +1,31 @@
-"""Asking decode engines how much they keep: by their leases, or by how full their KV cache is."""
+"""Polling of how much decode engines keep: by their leases, or by how full their KV cache is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterable
 
-from .. import ranks
 from ..errors import LeaseError
-from ..fleet.fleet import Engine, Fleet
+from ..fleet.engine import Engine
+from ..fleet.fleet import Fleet
 from ..wire.connector_object import LeaseOperation
+from ..wire.engine_metrics import kv_usage_of, page_of
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases
 
 log = logging.getLogger("backhaul")
 
 _TIMEOUT_S = 5.0
-_USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
-async def look(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
+async def poll_retention(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
     """Tells `fleet.retention` what these keep, those that say it."""
     engines = [engine for url in decodes if (engine := fleet.get(url)) is not None]
-    await asyncio.gather(*(_look_at(client, fleet, leases, engine) for engine in engines))
+    await asyncio.gather(*(_poll(client, fleet, leases, engine) for engine in engines))
 
 
-async def _look_at(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
+async def _poll(client: EngineClient, fleet: Fleet, leases: Leases, engine: Engine) -> None:
     try:
         kept = await (_usage(client, fleet, engine) if engine.connector is None else _leased(fleet, leases, engine))
     except (EngineFailure, LeaseError) as error:
@@ -38,7 +37,9 @@ async def _look_at(client: EngineClient, fleet: Fleet, leases: Leases, engine: E
 
 async def _leased(fleet: Fleet, leases: Leases, engine: Engine) -> int | None:
     """Tokens in blocks that leases keep, each block counted once."""
-    answers = await asyncio.gather(*(leases.operate(holder, LeaseOperation()) for holder in fleet.holders(engine)))
+    answers = await asyncio.gather(
+        *(leases.operate(holder, LeaseOperation()) for holder in fleet.restarts.holders(engine))
+    )
     if engine.block_size is None or any(answer.blocks is None for answer in answers):
         return None
     return sum(answer.blocks or 0 for answer in answers) * engine.block_size
@@ -48,8 +49,7 @@ async def _usage(client: EngineClient, fleet: Fleet, engine: Engine) -> int | No
     """Tokens that are neither free nor prompts of this router's turns: an upper bound, with what those have answered so far,
     and with all that runs for others."""
     answer = await client.call(EngineCall(f"{engine.url}/metrics", timeout_s=_TIMEOUT_S))
-    shares = [float(share) for share in _USAGE.findall(ranks.page_of(answer.body.decode(errors="replace"), engine.url))]
-    if answer.status != 200 or engine.kv_tokens is None or not shares:
+    usage = kv_usage_of(page_of(answer.body, engine.url))
+    if answer.status != 200 or engine.kv_tokens is None or usage is None:
         return None
-    used = sum(shares) / len(shares) * engine.kv_tokens
-    return max(0, round(used) - fleet.retention.running(engine.url))
+    return max(0, round(usage * engine.kv_tokens) - fleet.retention.running(engine.url))

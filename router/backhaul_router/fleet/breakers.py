@@ -1,4 +1,4 @@
-"""Which engines fail, and on which leg: what opens a circuit breaker, and what closes it. No I/O, no clock.
+"""Circuit breaker per engine and leg: what opens one, and what closes it. No I/O, no clock.
 
     CLOSED ──refused, or failures of several conversations──▶ OPEN ◀──the probe fails──▶ HALF_OPEN
        ▲                                                        │                            │
@@ -38,14 +38,14 @@ class BreakerState(enum.StrEnum):
     """The same, and a probe is on its way."""
 
 
-class Where(NamedTuple):
-    """What a breaker is for."""
+class EngineLeg(NamedTuple):
+    """Key of a breaker."""
 
     url: str
     leg: Leg
 
 
-class Who(NamedTuple):
+class FailedRequest(NamedTuple):
     """Whose request failed."""
 
     conversation: str
@@ -59,7 +59,7 @@ class _Breaker:
     state: BreakerState = BreakerState.CLOSED
     refused: bool = False
     """Nobody listened when it was last tried."""
-    failures: deque[tuple[float, Who]] = field(default_factory=lambda: deque(maxlen=_MOST))
+    failures: deque[tuple[float, FailedRequest]] = field(default_factory=lambda: deque(maxlen=_MOST))
 
     def several(self, now: float) -> bool:
         while self.failures and now - self.failures[0][0] > WINDOW_S:
@@ -70,10 +70,10 @@ class _Breaker:
 
 
 class Breakers:
-    """The breakers of a fleet. A healthy engine costs a look into an empty dictionary. Methods never await."""
+    """Circuit breakers of a fleet. A healthy engine costs a look into an empty dictionary. Thread-safe, and no method awaits."""
 
     def __init__(self) -> None:
-        self._at: dict[Where, _Breaker] = {}
+        self._at: dict[EngineLeg, _Breaker] = {}
         """Only of what has failed since its last answer."""
         self._lock = threading.Lock()
         self.opened = 0
@@ -83,7 +83,7 @@ class Breakers:
         shown = ", ".join(f"{at.url} {at.leg}: {state}" for at, state in self.states().items())
         return f"<Breakers {shown or 'all closed'}>"
 
-    def states(self) -> Mapping[Where, BreakerState]:
+    def states(self) -> Mapping[EngineLeg, BreakerState]:
         """Of every leg that has failed since its last answer; the others are closed."""
         with self._lock:
             return {at: breaker.state for at, breaker in self._at.items()}
@@ -97,19 +97,19 @@ class Breakers:
         """Whether nothing has failed since its last answer."""
         return not self._at
 
-    def open_legs(self) -> tuple[Where, ...]:
+    def open_legs(self) -> tuple[EngineLeg, ...]:
         """What a probe may close."""
         with self._lock:
             return tuple(at for at, breaker in self._at.items() if breaker.state is not BreakerState.CLOSED)
 
     def rank(self, url: str, leg: Leg) -> int:
         """How bad it would be to use: 0 where the breaker is closed, 1 where it is not, 2 where nobody listens."""
-        breaker = self._at.get(Where(url, leg)) if self._at else None
+        breaker = self._at.get(EngineLeg(url, leg)) if self._at else None
         if breaker is None or breaker.state is BreakerState.CLOSED:
             return 0
         return 2 if breaker.refused else 1
 
-    def failed(self, at: Where, kind: FailureKind, who: Who, now: float) -> bool:
+    def failed(self, at: EngineLeg, kind: FailureKind, who: FailedRequest, now: float) -> bool:
         """A call failed. Returns whether a breaker opened by it."""
         with self._lock:
             breaker = self._at.setdefault(at, _Breaker())
@@ -127,7 +127,7 @@ class Breakers:
             self.opened += 1
         return was_closed
 
-    def answered(self, at: Where) -> bool:
+    def answered(self, at: EngineLeg) -> bool:
         """A real answer came. Returns whether a breaker closed by it."""
         if at not in self._at:
             return False
@@ -135,7 +135,7 @@ class Breakers:
             breaker = self._at.pop(at, None)
         return breaker is not None and breaker.state is not BreakerState.CLOSED
 
-    def probing(self, at: Where) -> bool:
+    def probing(self, at: EngineLeg) -> bool:
         """Takes the half-open slot; false where there is nothing to probe, or somebody else is at it."""
         with self._lock:
             breaker = self._at.get(at)
@@ -144,7 +144,7 @@ class Breakers:
             breaker.state = BreakerState.HALF_OPEN
             return True
 
-    def probe_failed(self, at: Where, kind: FailureKind | None) -> None:
+    def probe_failed(self, at: EngineLeg, kind: FailureKind | None) -> None:
         """Gives the half-open slot back. `None`: the probe was given up, and nothing is known."""
         with self._lock:
             breaker = self._at.get(at)

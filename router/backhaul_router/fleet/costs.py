@@ -7,7 +7,9 @@ before it was seen `ENOUGH` times; whoever needs a number before that takes the 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
+from dataclasses import dataclass
 from statistics import median
 
 from ..report import Route
@@ -73,50 +75,67 @@ class Line:
             self.fixed_ms = 0.0
 
 
+@dataclass
+class _Rate:
+    """Milliseconds per token, smoothed."""
+
+    ms_per_token: float = 0.0
+    turns: int = 0
+
+    def add(self, ms: float, tokens: int) -> None:
+        self.turns += 1
+        weight = max(1 / self.turns, 0.2)
+        self.ms_per_token += weight * (ms / tokens - self.ms_per_token)
+
+
 class Costs:
-    """The lines of every engine. Methods do not lock: the fleet does."""
+    """Cost model: the lines of every engine, by its URL. Thread-safe: what changes something holds a lock."""
 
     def __init__(self) -> None:
         self._compute: dict[str, Line] = {}
         self._read: dict[str, Line] = {}
         self._local: dict[str, Line] = {}
         self._handoff: dict[str, Line] = {}
+        self._rates: dict[str, _Rate] = {}
         self._passed: Counter[tuple[str, Route]] = Counter()
         self.prefill_tokens = _PRIOR_PREFILL_TOKENS
         """Of a typical prefill: what one that another client has sent may be."""
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Costs compute {self._compute}, read {self._read}, local {self._local}, handoff {self._handoff}>"
 
     def forget(self, engine: str) -> None:
         """It is another process now, or gone."""
-        for lines in (self._compute, self._read, self._local, self._handoff):
-            lines.pop(engine, None)
-        self._passed = Counter({at: times for at, times in self._passed.items() if at[0] != engine})
+        with self._lock:
+            for learned in (self._compute, self._read, self._local, self._handoff, self._rates):
+                learned.pop(engine, None)
+            self._passed = Counter({at: times for at, times in self._passed.items() if at[0] != engine})
 
     # --- learning
 
-    def learn_compute(self, prefill: str, ms: float, computed: int, *, alone: bool) -> None:
+    def learn_compute(self, prefill: str, ms: float, computed: int, *, alone: bool = True) -> None:
         """A prefill that read nothing. One that may have waited for others teaches only where nothing is known."""
-        self.prefill_tokens += 0.1 * (computed - self.prefill_tokens)
-        if computed >= _LEAST_TOKENS:
-            _learn(self._compute, prefill, computed, ms, alone)
+        with self._lock:
+            self.prefill_tokens += 0.1 * (computed - self.prefill_tokens)
+            if computed >= _LEAST_TOKENS:
+                self._rates.setdefault(prefill, _Rate()).add(ms, computed)
+                _learn(self._compute, prefill, computed, ms, alone)
 
     def learn_read(self, prefill: str, ms: float, computed: int, read: int, *, alone: bool) -> None:
         """A prefill that read: what is over once the computing is taken off."""
-        self.prefill_tokens += 0.1 * (computed - self.prefill_tokens)
-        line = self._compute.get(prefill)
-        computing = line.ms(computed) if line is not None else None
-        if computing is not None and read >= _LEAST_TOKENS:
-            _learn(self._read, prefill, read, ms - computing, alone)
+        with self._lock:
+            self.prefill_tokens += 0.1 * (computed - self.prefill_tokens)
+            line = self._compute.get(prefill)
+            computing = line.ms(computed) if line is not None else None
+            if computing is not None and read >= _LEAST_TOKENS:
+                _learn(self._read, prefill, read, ms - computing, alone)
 
-    def learn_local(self, decode: str, ms: float, computed: int) -> None:
-        """From D's being asked to the first byte of a turn that it ran alone. D runs several at a time: no waiting."""
-        _learn(self._local, decode, computed, ms, alone=True)
-
-    def learn_handoff(self, decode: str, ms: float, computed: int) -> None:
-        """The same where P had prefilled: D reads what P computed."""
-        _learn(self._handoff, decode, computed, ms, alone=True)
+    def learn_first_byte(self, decode: str, ms: float, computed: int, *, local: bool) -> None:
+        """From D's being asked to the first byte of a turn that it ran alone (`local`), or where P had prefilled: then D reads
+        what P computed. D runs several at a time: no waiting."""
+        with self._lock:
+            _learn(self._local if local else self._handoff, decode, computed, ms, alone=True)
 
     # --- estimates in milliseconds, `None` where nothing is known
 
@@ -143,6 +162,15 @@ class Costs:
         line = self._compute.get(prefill)
         return line.per_token_ms if line is not None and line.known else PRIOR_COMPUTE_MS
 
+    def prefill_rate(self, prefill: str | None) -> tuple[float, int] | None:
+        """Milliseconds per computed token on an engine (of all prefill engines where none is named), and from how many cold
+        turns; `None` before the first."""
+        if prefill is not None and (one := self._rates.get(prefill)) is not None:
+            return one.ms_per_token, one.turns
+        rates = tuple(self._rates.values())
+        turns = sum(rate.turns for rate in rates)
+        return (sum(rate.ms_per_token * rate.turns for rate in rates) / turns, turns) if turns else None
+
     def moving_ms(self, prefill: str, tokens: int, *, readable: bool) -> float:
         """What it costs that `tokens` in one P's prefix cache are wanted on another: reading or computing them."""
         computing = self.compute(prefill, tokens)
@@ -160,11 +188,13 @@ class Costs:
         return self._passed[engine, route] >= _MEASURE_AGAIN
 
     def passed_over(self, engine: str, route: Route) -> None:
-        self._passed[engine, route] += 1
+        with self._lock:
+            self._passed[engine, route] += 1
 
     def took(self, engine: str, route: Route) -> None:
         if self._passed:
-            self._passed.pop((engine, route), None)
+            with self._lock:
+                self._passed.pop((engine, route), None)
 
 
 def _learn(lines: dict[str, Line], engine: str, tokens: int, ms: float, alone: bool) -> None:

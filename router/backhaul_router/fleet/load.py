@@ -13,13 +13,15 @@ Having moved, it is at home there, so going back needs the same reasons once mor
 from __future__ import annotations
 
 import random
-import re
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
+
+from ..wire.engine_metrics import Gauges
 
 MARGIN_MS = 20.0
 """What is gained by less is noise."""
@@ -37,41 +39,12 @@ _ROOMIER = 0.1
 _CROWD = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """What an engine's `/metrics` page says of its load, over all data-parallel ranks."""
-
-    running: float
-    waiting: float
-    kv_usage: float
-    """0 to 1, the mean of the ranks."""
-
-    @property
-    def is_full(self) -> bool:
-        return self.kv_usage >= _FULL or self.waiting > max(_CROWD, self.running)
-
-    @property
-    def has_room(self) -> bool:
-        return self.kv_usage <= _ROOM and self.waiting <= max(_CROWD / 2, self.running / 2)
+def _is_full(gauges: Gauges) -> bool:
+    return gauges.kv_usage >= _FULL or gauges.waiting > max(_CROWD, gauges.running)
 
 
-_GAUGE = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
-)
-
-
-def read_gauges(metrics: str) -> Gauges | None:
-    """From a `/metrics` page; `None` when it does not have them."""
-    found: dict[str, list[float]] = {}
-    for name, value in _GAUGE.findall(metrics):
-        try:
-            found.setdefault(name, []).append(float(value))
-        except ValueError:
-            return None
-    if len(found) < 3:
-        return None
-    usage = found["kv_cache_usage_perc"]
-    return Gauges(sum(found["num_requests_running"]), sum(found["num_requests_waiting"]), sum(usage) / len(usage))
+def _has_room(gauges: Gauges) -> bool:
+    return gauges.kv_usage <= _ROOM and gauges.waiting <= max(_CROWD / 2, gauges.running / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +112,7 @@ class Homes:
 
 
 class Load:
-    """Of every engine, by its URL. Methods do not lock: the fleet does."""
+    """Load of every engine, by its URL. Thread-safe: what changes something holds a lock."""
 
     def __init__(self, seed: int = 0) -> None:
         self.in_flight: Counter[str] = Counter()
@@ -152,53 +125,71 @@ class Load:
         self._choices = 0
         self._seed = seed
         self._lots: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     # --- what happens
 
-    def begin(self, engine: str, tokens: int) -> None:
-        self.in_flight[engine] += 1
-        if tokens:
-            self._tokens[engine] += tokens
+    def begin(self, engine: str, tokens: int = 0) -> None:
+        """A call goes there; with the tokens that it has a prefill engine compute."""
+        with self._lock:
+            self.in_flight[engine] += 1
+            if tokens:
+                self._tokens[engine] += tokens
 
-    def end(self, engine: str, tokens: int) -> None:
-        self.in_flight[engine] -= 1
-        if tokens:
-            self._tokens[engine] -= tokens
+    def end(self, engine: str, tokens: int = 0) -> None:
+        """The call is over; `tokens` as when it began."""
+        with self._lock:
+            self.in_flight[engine] -= 1
+            if tokens:
+                self._tokens[engine] -= tokens
 
-    def chose(self, *engines: str) -> None:
-        """A turn goes there."""
-        self._choices += 1
-        for engine in engines:
-            self._chosen[engine] = self._choices
+    def placed(self, name: tuple[str, str] | None, decode: str, prefill: str | None, now: float) -> None:
+        """A turn goes there, of the conversation of that tenant and id, if it has one."""
+        engines = (decode,) if prefill is None else (decode, prefill)
+        with self._lock:
+            self._choices += 1
+            for engine in engines:
+                self._chosen[engine] = self._choices
+            if name is not None:
+                self.homes.settle(name, engines, now)
+
+    def end_conversation(self, conversation: str, tenant: str = "") -> None:
+        """It is nobody's load any more."""
+        with self._lock:
+            self.homes.end((tenant, conversation))
 
     def left(self, engine: str) -> None:
-        """A conversation moved away from a full engine."""
-        if engine in self._full:
-            self._full[engine] -= 1
+        """A conversation moved away from an engine for its load."""
+        with self._lock:
+            if engine in self._full:
+                self._full[engine] -= 1
 
     def read(self, engine: str, gauges: Gauges, now: float, own: int = 0) -> None:
         """`own` is what ran there when the engine was asked. An engine counts at a moment in between: what it counted beyond
         both numbers is others', and only as far as it was so the last time too."""
-        surplus = max(0.0, gauges.running + gauges.waiting - max(own, self.in_flight[engine]))
-        before = self._readings.get(engine)
-        foreign = surplus if before is None else min(surplus, before.surplus)
-        self._readings[engine] = _Reading(gauges, surplus, foreign, now)
-        if gauges.is_full or (engine in self._full and not gauges.has_room):
-            self._full[engine] = max(1, self.homes.count(engine) // 8)
-        else:
-            self._full.pop(engine, None)
+        with self._lock:
+            surplus = max(0.0, gauges.running + gauges.waiting - max(own, self.in_flight[engine]))
+            before = self._readings.get(engine)
+            foreign = surplus if before is None else min(surplus, before.surplus)
+            self._readings[engine] = _Reading(gauges, surplus, foreign, now)
+            if _is_full(gauges) or (engine in self._full and not _has_room(gauges)):
+                self._full[engine] = max(1, self.homes.count(engine) // 8)
+            else:
+                self._full.pop(engine, None)
 
     def expire(self, before: float, now: float) -> None:
         """Forgets what engines said earlier than that, and conversations that are silent."""
-        for engine in [engine for engine, reading in self._readings.items() if reading.at < before]:
-            self._readings.pop(engine, None)
-            self._full.pop(engine, None)
-        self.homes.expire(now)
+        with self._lock:
+            for engine in [engine for engine, reading in self._readings.items() if reading.at < before]:
+                self._readings.pop(engine, None)
+                self._full.pop(engine, None)
+            self.homes.expire(now)
 
     def forget(self, engine: str) -> None:
         """It is gone, or another process."""
-        self._readings.pop(engine, None)
-        self._full.pop(engine, None)
+        with self._lock:
+            self._readings.pop(engine, None)
+            self._full.pop(engine, None)
 
     # --- what follows
 
@@ -246,8 +237,8 @@ class Load:
         )
 
     def leaves_decode(self, home: str, other: str) -> bool:
-        if home in self._full:
-            if self._full[home] <= 0 or other in self._full:
+        if (may_leave := self._full.get(home)) is not None:
+            if may_leave <= 0 or other in self._full:
                 return False
             here, there = self.gauges(home), self.gauges(other)
             return here is None or there is None or _has_more_room(there, here)
@@ -261,4 +252,4 @@ class Load:
 
 
 def _has_more_room(there: Gauges, here: Gauges) -> bool:
-    return there.kv_usage <= here.kv_usage - _ROOMIER or (there.has_room and here.kv_usage < _FULL)
+    return there.kv_usage <= here.kv_usage - _ROOMIER or (_has_room(there) and here.kv_usage < _FULL)

@@ -15,7 +15,7 @@ _ONE_DEATH_S: Final = 5.0
 _MAX: Final = 4096
 
 
-class Suspects:
+class PoisonList:
     """By a digest of the request's messages. A fleet whose connections hold costs a look at an empty dictionary."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Suspects:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Suspects {len(self._deaths)}>"
+        return f"<PoisonList {len(self._deaths)}>"
 
     def broke(self, request: bytes, url: str, now: float) -> None:
         """The connection to an engine broke while the request was there."""

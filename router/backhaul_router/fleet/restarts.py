@@ -1,4 +1,4 @@
-"""Whether a decode engine is still the process that made the handles on file. No I/O, no clock.
+"""Restart detection: whether a decode engine is still the process that made the handles on file. No I/O, no clock.
 
 vLLM makes itself an `engine_id` at every start, which handles name. It tells processes apart only where a reader asks for it
 again: a stock P that has shaken hands with an id goes on reading by what it learned then, and an id that the operator has fixed
@@ -21,6 +21,9 @@ import threading
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..wire import process_of
+from .engine import Engine, Holder
+
 log = logging.getLogger("backhaul")
 
 _RANDOM = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}(?:_dp\d+)?")
@@ -33,27 +36,29 @@ def is_fixed(engine_id: str) -> bool:
     return _RANDOM.fullmatch(engine_id) is None
 
 
-class Verdict(enum.Enum):
-    """Whether a process made what is on file of its engine."""
+class ProcessMatch(enum.Enum):
+    """Whether a process is the one that made what is on file of its engine."""
 
     SAME = enum.auto()
     ANOTHER = enum.auto()
     UNKNOWN = enum.auto()
 
 
-class Asked(NamedTuple):
-    """What was known of an engine when it was asked something, to be compared when it has answered."""
+class Fence(NamedTuple):
+    """Fencing token: what was known of an engine when it was asked something, to be compared when it has answered."""
 
     restarts: int = 0
     doubts: int = 0
 
 
-class Processes:
-    """When the processes behind the decode engines began. Methods never await."""
+class Restarts:
+    """Ids, ranks and beginnings of the processes behind the decode engines, by URL. Thread-safe, and no method awaits."""
 
     def __init__(self) -> None:
         self.shared = False
         """Other routers file handles too, of processes that this one may never have seen."""
+        self._engine_ids: dict[str, str] = {}
+        self._ranks: dict[str, set[str]] = {}
         self._began: dict[str, float | None] = {}
         self._stale: set[str] = set()
         """Another process has made a handle since: its beginning is not known."""
@@ -77,6 +82,7 @@ class Processes:
     def forget(self, url: str) -> None:
         """It is not there any more. What its turns leave now is void, should it be added again."""
         with self._lock:
+            self._engine_ids.pop(url, None)
             self._began.pop(url, None)
             self._stale.discard(url)
             self._end_doubt(url)
@@ -128,31 +134,31 @@ class Processes:
         """Whether nobody will be able to tell whose handle it is, so that it is not worth keeping."""
         return is_fixed(engine_id) and (self.shared or self._began.get(url) is None)
 
-    def verdict(self, url: str, began: float | None, engine_id: str) -> Verdict:
+    def match(self, url: str, began: float | None, engine_id: str) -> ProcessMatch:
         """What the engine's word on its beginning says of a handle. One that does not say, or did not, may be any; so may one
         with a fixed id of which another router may have filed a handle before this one knew it."""
         known = self._began.get(url)
         if began is None or known is None or (self.shared if is_fixed(engine_id) else url in self._stale):
-            return Verdict.UNKNOWN
-        return Verdict.SAME if began == known else Verdict.ANOTHER
+            return ProcessMatch.UNKNOWN
+        return ProcessMatch.SAME if began == known else ProcessMatch.ANOTHER
 
-    def asked(self, url: str) -> Asked:
+    def fence(self, url: str) -> Fence:
         """To be taken before an engine is asked."""
-        return Asked(self._restarts.get(url, 0), self._doubted.get(url, 0))
+        return Fence(self._restarts.get(url, 0), self._doubted.get(url, 0))
 
-    def confirmed(self, url: str, asked: Asked) -> None:
+    def confirmed(self, url: str, fence: Fence) -> None:
         """It was the process that is known when it was asked, and no doubt was raised since."""
         with self._lock:
-            if asked.doubts == self._doubted.get(url, 0):
+            if fence.doubts == self._doubted.get(url, 0):
                 self._end_doubt(url)
 
-    def made_handle(self, url: str, engine_id: str, asked: Asked) -> None:
+    def made_handle(self, url: str, engine_id: str, fence: Fence) -> None:
         """It has answered with a new handle, and no other id is used from now on. A random one tells who is there: no doubt is
         left, and the beginning that it had shown before it was asked is that process's."""
         if url not in self._doubts or is_fixed(engine_id):
             return
         with self._lock:
-            if asked.doubts == self._doubted.get(url, 0):
+            if fence.doubts == self._doubted.get(url, 0):
                 if (shown := self._shown.get(url)) is not None:
                     self._began[url] = shown
                     self._stale.discard(url)
@@ -169,13 +175,54 @@ class Processes:
             self._stale.add(url)
 
     def replaced(self, url: str, began: float) -> None:
-        """It is another process, of which nothing is on file yet: what turns have taken before is void."""
+        """It is another process, whose id is not known and of which nothing is on file yet: what turns have taken before is
+        void."""
         with self._lock:
+            self._engine_ids.pop(url, None)
             self._restarts[url] = self._restarts.get(url, 0) + 1
             self._began[url] = began
             self._stale.discard(url)
             self._end_doubt(url)
 
-    def restarts(self, url: str) -> int:
+    def count(self, url: str) -> int:
         """Counts `replaced` and `void`: a handle that was taken when it was less is void."""
         return self._restarts.get(url, 0)
+
+    # --- engine ids
+
+    def engine_id(self, url: str) -> str | None:
+        """The id of the process that last made a handle there, as `process_of` has it."""
+        return self._engine_ids.get(url)
+
+    def saw_engine_id(self, url: str, engine_id: str, fence: Fence | None = None) -> str | None:
+        """Notes the id in an engine's newest handle, which was asked for when `fence` was taken. Returns the id before, when the
+        engine has restarted since: its blocks are gone. Data-parallel ranks differ by a suffix and are no restart."""
+        base = process_of(engine_id)
+        with self._lock:
+            before = self._engine_ids.get(url)
+            self._engine_ids[url] = base
+            if base is not engine_id and (rank := Holder.of(url, engine_id).rank) is not None:
+                self._ranks.setdefault(url, set()).add(rank)
+        changed = before is not None and before != base
+        if changed:
+            self.void(url)
+        if fence is not None:
+            self.made_handle(url, engine_id, fence)
+        return before if changed else None
+
+    def is_outlived(self, url: str, engine_id: str, fence: Fence) -> bool:
+        """Whether a handle that was asked for then may be of a process that has been replaced since."""
+        if fence.restarts == self.count(url):
+            return False
+        return is_fixed(engine_id) or self._engine_ids.get(url) != process_of(engine_id)
+
+    def made_by_current(self, url: str, engine_id: str) -> bool:
+        """Whether a handle's engine is configured and, as far as is known, still the same process."""
+        known = self._engine_ids.get(url)
+        return url in self._began and (known is None or known == process_of(engine_id))
+
+    def holders(self, decode: Engine) -> tuple[Holder, ...]:
+        """The processes of a decode engine that hold leases: its data-parallel ranks, where it has several."""
+        with self._lock:
+            ranks = decode.ranks | self._ranks.get(decode.url, set())
+        return tuple(Holder(decode.url, rank) for rank in sorted(ranks)) or (Holder(decode.url),)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..ledger.deadlines import Due
+from ..ledger.deadlines import CalendarQueue
 from ..ledger.records import Branch, Held, Key, Taken
 
 DEFAULT_SHARE = 0.5
@@ -146,7 +146,7 @@ class _Decode:
         """Kept for others, as far as is known."""
         self.handles: dict[str, _Kept] = {}
         """By request id."""
-        self.order = Due(_awaited)
+        self.order = CalendarQueue(_awaited)
         """By when they are least expected to be used any more."""
         self.known = False
         """It is one of the fleet's engines. Of another the account ends with what it counts."""
@@ -174,7 +174,7 @@ class Retention:
         """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
         self.configure(budget, one_shot_s)
         self._decodes: dict[str, _Decode] = {}
-        self._deadlines = Due(_deadline)
+        self._deadlines = CalendarQueue(_deadline)
         self._due: list[Victim] = []
         self._answer = float(_ANSWER)
         self._now = 0.0

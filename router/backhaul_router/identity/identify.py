@@ -10,7 +10,7 @@ import msgspec
 
 from . import agent_headers
 from .ids import MAX_ID_BYTES, Identity, fits
-from .response_ids import KnownResponses
+from .response_ids import ResponseIds
 
 __all__ = ["FIELDS", "HEADERS", "MAX_ID_BYTES", "PARENT_HEADER", "Identity", "IdentityError", "identify", "with_parent"]
 
@@ -40,7 +40,7 @@ def identify(
     scope: str | None = None,
     *,
     framework: Identity | None = None,
-    responses: KnownResponses | None = None,
+    responses: ResponseIds | None = None,
     tenant: str = "",
 ) -> Identity | None:
     """The conversation that a request names, or `None`.
@@ -86,9 +86,7 @@ def _explicit(headers: Mapping[str, str], fields: Mapping[str, object]) -> Ident
     return found
 
 
-def _of_previous_response(
-    fields: Mapping[str, object], responses: KnownResponses | None, tenant: str
-) -> Identity | None:
+def _of_previous_response(fields: Mapping[str, object], responses: ResponseIds | None, tenant: str) -> Identity | None:
     before = fields.get("previous_response_id")
     if responses is None or not isinstance(before, str):
         return None

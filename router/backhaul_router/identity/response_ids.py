@@ -8,7 +8,7 @@ from collections import OrderedDict
 from .ids import fits
 
 
-class KnownResponses:
+class ResponseIds:
     """The last responses' ids and their conversations. Bounded: of a tenant's, the one that was named least recently goes
     first, and none of another tenant's."""
 
@@ -21,7 +21,7 @@ class KnownResponses:
         return sum(map(len, self._known.values()))
 
     def __repr__(self) -> str:
-        return f"<KnownResponses {len(self)}>"
+        return f"<ResponseIds {len(self)}>"
 
     def note(self, response: str, conversation: str, tenant: str = "") -> None:
         """A turn of a conversation was answered with a response of this id. One that could not be an id is left out."""

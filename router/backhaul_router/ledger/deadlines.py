@@ -18,7 +18,7 @@ _VOID = 4
 """A list is cleaned when more than one thing in so many is void."""
 
 
-class Due(Generic[_T]):
+class CalendarQueue(Generic[_T]):
     """Their owner has the lock, and knows of each thing the time under which it was put here last: `when` says it, or `None`
     of what is not awaited any more. Every other time under which the thing was put here is void."""
 

@@ -19,7 +19,7 @@ _Ends = bytes | frozenset[bytes]
 """Most conversations have one history; a set takes four times as much."""
 
 
-class Histories:
+class HistoryIndex:
     """The ends of the histories of at most `max_conversations` conversations of each tenant, or of all where there are no
     tenants; its owner has the lock."""
 

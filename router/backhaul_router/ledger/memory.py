@@ -28,8 +28,8 @@ from ..report import Reason
 from ..wire import process_of
 from . import digests
 from .conversations import Conversation, Conversations
-from .deadlines import Due
-from .histories import Histories
+from .deadlines import CalendarQueue
+from .histories import HistoryIndex
 from .records import INSTRUCTIONS, UNOPENED, Branch, Held, Key, Taken
 
 _OPENING = 2
@@ -56,8 +56,8 @@ class MemoryLedger:
         self._max_idle_s = max_idle_s
         self._conversations = Conversations()
         most = min(max_conversations, max_conversations_per_tenant)
-        self._histories = Histories(max(1, max_conversations // 2), max(1, most // 2))
-        self._deadlines: Due[Conversation] = Due(lambda conversation: conversation.watched)
+        self._histories = HistoryIndex(max(1, max_conversations // 2), max(1, most // 2))
+        self._deadlines: CalendarQueue[Conversation] = CalendarQueue(lambda conversation: conversation.watched)
         """Each conversation with handles, under no later time than the first deadline of theirs."""
         self._generations: Iterator[int] = itertools.count(1)
         self._takers: Counter[tuple[str, str]] = Counter()

@@ -10,7 +10,7 @@ import msgspec
 
 from ..report import Reason
 from ..wire import Handle
-from ..wire.exact_history import Kept
+from ..wire.exact_history import TokenHistory
 from . import digests
 
 UNOPENED = 0
@@ -76,7 +76,7 @@ class Branch(msgspec.Struct, frozen=True, gc=False):
     """Those of `tokens` that were the prompt; 0 where they were not counted."""
     by_history: bool = False
     """Its conversation has no name of its own, and is found by what it says."""
-    exact: Kept | None = None
+    exact: TokenHistory | None = None
     """Where histories are kept exact, and the turn ended as it must for that."""
     number: int = msgspec.field(default_factory=lambda: int.from_bytes(os.urandom(7)))
     """Tells branches apart, those of other processes too."""

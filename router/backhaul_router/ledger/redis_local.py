@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from .deadlines import Due
+from .deadlines import CalendarQueue
 from .records import Held, Key
 from .redis_link import LedgerUnavailable
 from .redis_records import Name
@@ -36,7 +36,7 @@ class Filed:
 
     def __init__(self) -> None:
         self._filed: dict[Name, tuple[_Mine, ...]] = {}
-        self._deadlines = Due(_deadline)
+        self._deadlines = CalendarQueue(_deadline)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Filed:
         """Nothing of it is this router's to sweep any more."""
         with self._lock:
             self._filed.clear()
-            self._deadlines = Due(_deadline)
+            self._deadlines = CalendarQueue(_deadline)
 
     def note(
         self, names: Iterable[Name], on_file: Mapping[_HandleName, Held], added: Mapping[_HandleName, Name]

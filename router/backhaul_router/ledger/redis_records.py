@@ -19,7 +19,7 @@ import msgspec
 
 from ..report import Reason
 from ..wire import Handle
-from ..wire.exact_history import Kept, Said
+from ..wire.exact_history import AnswerContent, TokenHistory
 from . import digests
 from .conversations import Conversation
 from .memory import MemoryLedger
@@ -77,7 +77,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
     blocks: bytes
     ran: bytes | None
-    said: Said | None
+    said: AnswerContent | None
     rendering: bytes | None
 
 
@@ -390,7 +390,7 @@ def with_body(branch: Branch, body: bytes) -> Branch:
         return branch
     exact = None
     if read.ran is not None and read.said is not None and read.rendering is not None:
-        exact = Kept(_unpacked(read.ran), read.said, read.rendering)
+        exact = TokenHistory(_unpacked(read.ran), read.said, read.rendering)
     return msgspec.structs.replace(branch, blocks=read.blocks, exact=exact)
 
 

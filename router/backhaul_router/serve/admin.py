@@ -25,7 +25,7 @@ import msgspec
 from ..config import engine_url
 from ..drive.router import Router
 from ..errors import ConfigError, LeaseError
-from ..fleet.fleet import Engine, Role
+from ..fleet.engine import Engine, Role
 
 PATH = "/backhaul/admin"
 MAX_BODY_BYTES = 64 * 1024
@@ -147,7 +147,7 @@ class Admin:
             "url": engine.url,
             "role": engine.role,
             "state": state,
-            "in_flight": fleet.busy(engine),
+            "in_flight": fleet.load.in_flight[engine.url],
             "handles": handles,
             "version": engine.version,
             "models": engine.models,
@@ -180,7 +180,7 @@ class Admin:
                 raise ValueError
         except ValueError:
             return Answer.error(400, f"within_s= takes seconds, 0 to {MAX_WAIT_S:.0f}", "malformed_query")
-        if not self._router.forget_absent(url):
+        if not self._router.membership.absent.pop(url, None):
             await self._router.remove_engine(url, within_s=within_s)
         return Answer(200, {"removed": url})
 

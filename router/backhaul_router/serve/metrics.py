@@ -25,10 +25,12 @@ from ..config import RouterConfig
 from ..engines.audit import AuditLine
 from ..errors import Leg
 from ..fleet.breakers import BreakerState
-from ..fleet.fleet import AUDITED, Fleet, Role
+from ..fleet.engine import Role
+from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
 from ..ledger.records import Held
 from ..report import ReuseReport, Route
+from ..wire.engine_metrics import AUDITED
 
 PREFIX = "backhaul_router"
 OTHER_MODEL = "other"
@@ -321,25 +323,25 @@ def _of_engines(fleet: Fleet) -> Iterator[Metric]:
     accounted = _total("engine_tokens", "Tokens by the accounts of a prefill engine.", "engine", "counter")
     unaccounted = _total("unaccounted_prefills", "Prefills that ended without an account.", "engine")
     for engine in fleet.engines:
-        in_flight.add_metric([engine.url, engine.role], fleet.busy(engine))
+        in_flight.add_metric([engine.url, engine.role], fleet.load.in_flight[engine.url])
         if engine.role is Role.PREFILL and engine.connector is not None:
-            by_name = fleet.accounted(engine)
+            by_name = fleet.accounts.total(engine.url)
             for name in AUDITED:
                 accounted.add_metric([engine.url, name], by_name.get(name, 0))
-            unaccounted.add_metric([engine.url], fleet.unaccounted(engine))
+            unaccounted.add_metric([engine.url], fleet.accounts.missing(engine.url))
     yield in_flight
     yield accounted
     yield unaccounted
-    yield _gauge("unsafe_pairs", "Pairs of engines of which P cannot read from D.", value=len(fleet.unsafe_pairs))
+    yield _gauge("unsafe_pairs", "Pairs of engines of which P cannot read from D.", value=len(fleet.pairs.unsafe))
 
 
 def _breakers(fleet: Fleet) -> Iterator[Metric]:
     states = _gauge("breaker_state", "1 for the state that a circuit breaker is in.", "engine", "leg", "state")
-    for at, state in fleet.breakers().items():
+    for at, state in fleet.breaker_states().items():
         for one in BreakerState:
             states.add_metric([at.url, at.leg, one], int(one is state))
     yield states
-    yield _total("breakers_opened", "Circuit breakers that opened.", value=fleet.breakers_opened)
+    yield _total("breakers_opened", "Circuit breakers that opened.", value=fleet.breakers.opened)
 
 
 def _counted(fleet: Fleet) -> Iterator[Metric]:

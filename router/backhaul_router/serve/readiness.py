@@ -8,7 +8,7 @@ from typing import Any
 
 from ..drive.router import Router
 from ..errors import ConfigError
-from ..fleet.fleet import Role
+from ..fleet.engine import Role
 
 
 @dataclass(frozen=True)

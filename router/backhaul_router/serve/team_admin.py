@@ -19,7 +19,7 @@ import msgspec
 
 from ..config import RouterConfig
 from ..drive.router import Router
-from ..fleet.fleet import Role
+from ..fleet.engine import Role
 from .admin import MAX_WAIT_S, PATH, Answer, Query
 from .team import Team, said
 from .worker_link import RELOAD, Answers, Member, Said, Whom

@@ -8,7 +8,7 @@ import msgspec
 
 from ..drive.router import Request
 from ..identity.ids import fits
-from ..identity.response_ids import KnownResponses
+from ..identity.response_ids import ResponseIds
 from ..wire import Endpoint
 from .conversation_log import Shown, joined, to_join
 from .team import LIMIT_S, Team, said
@@ -73,7 +73,7 @@ class TeamRecord:
 
     async def _do_forget(self, what: list[Any]) -> Said:
         whose, conversation = what
-        self._app.router.fleet.end_conversation(conversation, whose)
+        self._app.router.fleet.load.end_conversation(conversation, whose)
         return said(self._app.reports.of(whose).forget(conversation))
 
 
@@ -89,7 +89,7 @@ class TeamResponses:
     """Which conversation a response belongs to is known where its turn ran; a request that goes on from it may come to another
     worker, which asks before the turn begins."""
 
-    def __init__(self, team: Team, known: KnownResponses) -> None:
+    def __init__(self, team: Team, known: ResponseIds) -> None:
         self._team = team
         self._known = known
         team.does("response", self._do_find)

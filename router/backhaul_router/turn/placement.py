@@ -8,7 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from ..config import RouterConfig
-from ..fleet.fleet import Engine, Fleet, Role
+from ..fleet.engine import Engine, Role
+from ..fleet.fleet import Fleet
 from ..fleet.load import MARGIN, MARGIN_MS
 from ..ledger import digests
 from ..ledger.records import Branch, Taken
@@ -52,6 +53,10 @@ class Placement(msgspec.Struct, frozen=True):
     """Milliseconds to the first byte."""
     instead_of: Route | None = None
     """What the thresholds say, where the estimates say otherwise."""
+
+    def gone_cold(self, reason: Reason) -> Placement:
+        """The same engines, where nothing is read, or was."""
+        return msgspec.structs.replace(self, route=Route.COLD, proof=None, blocks=0, reason=reason)
 
 
 class NoEngine(msgspec.Struct, frozen=True):
@@ -109,7 +114,7 @@ def place(
         if not short:
             return NoEngine(Role.PREFILL)
         return Placement(Route.LOCAL, decode, proof=Proof.ENGINE, computes=lacking, basis=Basis.THRESHOLDS)
-    if offer.reason is None and held is not None and prefill.url in fleet.unsafe_for(held.decode):
+    if offer.reason is None and held is not None and prefill.url in fleet.pairs.unsafe_for(held.decode):
         offer = _Offer(Reason.UNSAFE_PAIR)
     total = _length(prompt, branch)
     computes = {Route.COLD: total}
@@ -236,7 +241,8 @@ def needs_ids(taken: Taken, fleet: Fleet, picks: Picks) -> bool:
     if taken.held is not None and not taken.held.handle.digests:
         return True
     decode, prefill = picks
-    return prefill is None or decode is None or not (fleet.verifies(prefill) and fleet.verifies(decode))
+    verifies = fleet.capabilities.verifies
+    return prefill is None or decode is None or not (verifies(prefill) and verifies(decode))
 
 
 def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | None:
@@ -245,7 +251,7 @@ def _prefill(taken: Taken, fleet: Fleet, without: frozenset[str]) -> Engine | No
     branch, held = taken.branch, taken.held
     if branch is None:
         return fleet.pick(Role.PREFILL, None, without)
-    able = without if held is None else without | fleet.unsafe_for(held.decode)
+    able = without if held is None else without | fleet.pairs.unsafe_for(held.decode)
     if (home := fleet.at_home(Role.PREFILL, branch.prefill, able)) is not None:
         return home
     moving_ms = fleet.costs.moving_ms(branch.prefill or "", branch.tokens, readable=held is not None)
@@ -262,7 +268,7 @@ def _offer(
 ) -> _Offer:
     if taken.branch is None or taken.held is None:
         return _Offer(taken.reason or Reason.NO_HANDLE)
-    if taken.held.handle.digests and (prefill is None or fleet.verifies(prefill)):
+    if taken.held.handle.digests and (prefill is None or fleet.capabilities.verifies(prefill)):
         if taken.held.tokens < max(config.kv_recompute_threshold, 1):
             return _Offer(Reason.BELOW_THRESHOLD)
         return _Offer(proof=Proof.CONNECTOR)

@@ -9,8 +9,10 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import Raw
 
-from .endpoint import BOOL, INT, NO_IDS, OBJECT, TEXT, Api, History, Types, Usage
+from .endpoint import BOOL, INT, NO_IDS, OBJECT, TEXT, Api, History, Types
 from .json_members import NULL, Members, decode_any, decode_list, decode_members, encode
+from .stream import Listeners, StreamFilter
+from .usage import Usage
 
 OPENAI_TYPES: Final[Types] = {
     "model": TEXT,
@@ -101,6 +103,14 @@ class Chat(Api):
     )
     asks_for_ids = "return_token_ids"
     reports_usage = False
+    exact_histories = True
+    tokenized = frozenset(
+        {"model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+        | {"chat_template", "chat_template_kwargs"}
+    )
+    tokenized_of_message: ClassVar[frozenset[str] | None] = frozenset(
+        {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
+    )
 
     def history(self, members: Members) -> History:
         try:
@@ -140,6 +150,9 @@ class Chat(Api):
             members["prompt_token_ids"] = NULL
         if "choices" in members and _SHOWS_IDS.search(members["choices"]):
             members["choices"] = Raw(encode([_without_ids(choice) for choice in decode_list(members["choices"])]))
+
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        return StreamFilter(listeners)
 
 
 _SHOWS_IDS: Final = re.compile(rb'token_ids"\s*:\s*[^\sn]')

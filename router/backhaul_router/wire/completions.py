@@ -19,6 +19,10 @@ class Completions(Chat):
     """A prompt in, choices out."""
 
     numbered = False
+    exact_histories = False
+    tokenized = frozenset({"model", "prompt", "add_special_tokens"})
+    tokenized_of_message = None
+    operation = "text_completion"
 
     def history(self, members: Members) -> History:
         prompt = bytes(members.get("prompt", NULL))

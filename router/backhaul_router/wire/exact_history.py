@@ -69,7 +69,7 @@ _read_message = msgspec.json.Decoder(_Message).decode
 _read_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Said(msgspec.Struct, frozen=True):
+class AnswerContent(msgspec.Struct, frozen=True):
     """What an assistant's message says, however it is written."""
 
     text: str
@@ -77,28 +77,28 @@ class Said(msgspec.Struct, frozen=True):
     """Of each tool call the function's name and its arguments, as JSON in one spelling where they are valid JSON."""
     reasoning: str = ""
 
-    def repeats(self, answer: Said) -> bool:
+    def repeats(self, answer: AnswerContent) -> bool:
         """Whether this is that answer come back, with its reasoning or without."""
         return (self.text, self.calls) == (answer.text, answer.calls) and self.reasoning in ("", answer.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TokenHistory:
     """What a turn leaves for the next one to continue."""
 
     ran: array[int]
     """All ids that the engine ran and made; the last one ended the answer."""
-    said: Said
+    said: AnswerContent
     """What the answer says."""
     rendering: bytes
     """A digest of what else than its messages the prompt was rendered with (`wire.rendering`)."""
 
     @classmethod
-    def of(cls, prompt: Iterable[int], made: Iterable[int], said: Said, rendering: bytes) -> Kept:
+    def of(cls, prompt: Iterable[int], made: Iterable[int], said: AnswerContent, rendering: bytes) -> TokenHistory:
         return cls(array("I", (*prompt, *made)), said, rendering)
 
 
-def said(message: bytes) -> Said | None:
+def content_of(message: bytes) -> AnswerContent | None:
     """What a message in JSON says; `None` when it is not an assistant's, or holds what is not compared here."""
     try:
         read = _read_message(message)
@@ -109,16 +109,16 @@ def said(message: bytes) -> Said | None:
     text = _text(read.content)
     if text is None:
         return None
-    return Said(text.strip(), tuple(_call(call) for call in read.tool_calls or ()), _reasoning(read).strip())
+    return AnswerContent(text.strip(), tuple(_call(call) for call in read.tool_calls or ()), _reasoning(read).strip())
 
 
-def said_in(answer: Mapping[str, msgspec.Raw], stops: Collection[int] = ()) -> Said | None:
+def content_of_answer(answer: Mapping[str, msgspec.Raw], stops: Collection[int] = ()) -> AnswerContent | None:
     """What an answer's only choice says; `None` where something else than its own end ended it."""
     try:
         (choice,) = _read_choices(answer.get("choices", msgspec.Raw(b"[]")))
     except (msgspec.DecodeError, ValueError):
         return None
-    return said(bytes(choice.message)) if _has_ended(choice, stops) else None
+    return content_of(bytes(choice.message)) if _has_ended(choice, stops) else None
 
 
 def _has_ended(choice: _Choice | _Whole, stops: Collection[int]) -> bool:
@@ -130,7 +130,7 @@ def _has_ended(choice: _Choice | _Whole, stops: Collection[int]) -> bool:
     )
 
 
-class Listening:
+class AnswerAccumulator:
     """Puts an answer together from the events of its stream."""
 
     def __init__(self, stops: Collection[int] = ()) -> None:
@@ -141,7 +141,7 @@ class Listening:
         self._calls: dict[int, tuple[list[str], list[str]]] = {}
         self._understood = True
 
-    def hear(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """One event's JSON."""
         try:
             chunk = _read_chunk(data)
@@ -165,12 +165,12 @@ class Listening:
                     arguments.append(call.function.arguments or "")
 
     @property
-    def said(self) -> Said | None:
+    def said(self) -> AnswerContent | None:
         """All of it; `None` when some of it could not be read."""
         if not self._understood or not self._ended:
             return None
         calls = (self._calls[index] for index in sorted(self._calls))
-        return Said(
+        return AnswerContent(
             "".join(self._texts).strip(),
             tuple(("".join(names), _value("".join(arguments))) for names, arguments in calls),
             "".join(self._reasoning).strip(),

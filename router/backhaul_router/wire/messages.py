@@ -8,8 +8,10 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import Raw
 
-from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, Details, History, Types, Usage
-from .json_members import NULL, Members, decode_list, encode
+from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types, usage_of
+from .json_members import FORBIDDEN, NULL, Members, decode_list, encode, join
+from .stream import Listeners, NamedEvents, StreamFilter, cleaned, event_of
+from .usage import Details, Usage, with_note
 
 _BILLING: Final = "x-anthropic-billing-header"
 """A line that Claude Code changes with every request; the engine drops a text that begins with it."""
@@ -64,6 +66,7 @@ class Messages(Api):
     alone = frozenset({"mm_payload", "return_mm_kwargs"})
     not_for_prefill = frozenset({"stream", "max_tokens", "stop_sequences"})
     streams_handles_since = None
+    covers_paths_below = True
 
     def history(self, members: Members) -> History:
         try:
@@ -93,12 +96,40 @@ class Messages(Api):
     def hide_ids(self, members: Members) -> None:
         pass
 
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        return MessagesFilter(self, listeners)
+
     def error(self, message: str, *, type_: str, code: str, param: str | None = None) -> bytes:
         kind = type_ if type_ in _ERRORS else "api_error"
         return encode({"type": "error", "error": {"type": kind, "message": message}})
 
     def error_event(self, message: str, *, type_: str, code: str, events: int = 0) -> bytes:
         return b"event: error\ndata: " + self.error(message, type_=type_, code=code) + b"\n\n"
+
+
+class MessagesFilter(NamedEvents):
+    """Stream filter of Anthropic's events: `message_delta` has the usage and, by our plugin, the handle."""
+
+    ends = frozenset({b"message_stop"})
+    errors = frozenset({b"error"})
+
+    def __init__(self, api: Messages, listeners: Listeners) -> None:
+        super().__init__(listeners, api.error_event)
+        self._api = api
+
+    def _passed(self, event: bytes, name: bytes) -> bytes:
+        if name != b"message_delta":
+            return cleaned(event)
+        members = self._members(event)
+        touched = bool(FORBIDDEN & members.keys())
+        if touched:
+            members = self._take_handle(members)
+        if "usage" in members:
+            note = self._listeners.note(usage_of(self._api, members["usage"]))
+            if note is not None:
+                members["usage"] = Raw(with_note(members["usage"], note))
+                touched = True
+        return event_of(name, join(members)) if touched else event
 
 
 def _system(raw: Raw) -> tuple[bytes, ...]:

@@ -8,8 +8,11 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import Raw
 
-from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, Details, History, Types, Usage
-from .json_members import FALSE, NULL, Members, decode_list, encode, is_set
+from .answer import client_answer, read_answer
+from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types
+from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, join, split
+from .stream import Listeners, NamedEvents, StreamFilter, cleaned, event_of
+from .usage import Details, Usage
 
 _TEXT_ITEMS: Final = frozenset(
     {"message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"}
@@ -145,11 +148,39 @@ class Responses(Api):
             if name in members:
                 members[name] = NULL
 
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        return ResponsesFilter(self, listeners)
+
     def error_event(self, message: str, *, type_: str, code: str, events: int = 0) -> bytes:
         """OpenAI documents the fields at the top and sends them within `error`; clients read either."""
         fields = {"code": code, "message": message, "param": None}
         told = {"type": "error", "sequence_number": events, **fields, "error": {"type": type_, **fields}}
         return b"event: error\ndata: " + encode(told) + b"\n\n"
+
+
+class ResponsesFilter(NamedEvents):
+    """Stream filter of OpenAI's events: the last one has the whole response, the handle with it."""
+
+    early = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+    ends = frozenset({b"response.completed", b"response.incomplete", b"response.cancelled"})
+    errors = frozenset({b"response.failed", b"error"})
+
+    def __init__(self, api: Responses, listeners: Listeners) -> None:
+        super().__init__(listeners, api.error_event)
+        self._api = api
+
+    def _passed(self, event: bytes, name: bytes) -> bytes:
+        if name not in self.ends:
+            return cleaned(event)
+        members = self._members(event)
+        answer = read_answer(self._api, split(members.get("response", NULL)))
+        self.handle, self.generated, self.ran = answer.params.handle, answer.generated, answer.ran
+        self.answer_id = answer.id
+        if self._listeners.account is not None:
+            self._listeners.account(answer.params.account)
+        note = self._listeners.note(answer.usage)
+        members["response"] = Raw(client_answer(self._api, answer.members, note, shows_ids=self._listeners.shows_ids))
+        return event_of(name, join(members))
 
 
 def _not_text(item: bytes) -> str | None:

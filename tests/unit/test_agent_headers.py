@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from backhaul_router.identity import frameworks
 from backhaul_router.identity.identify import MAX_ID_BYTES, Identity, IdentityError, identify, with_parent
-from backhaul_router.identity.response_ids import KnownResponses
+from backhaul_router.identity.response_ids import ResponseIds
 from backhaul_router.wire import Endpoint
 from core_values import facts
 from hypothesis import given
@@ -199,7 +199,7 @@ IN_ORDER: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("first", range(len(IN_ORDER)), ids=[source for source, _ in IN_ORDER])
 def test_of_all_that_a_request_says_the_first_in_order_counts(first: int) -> None:
-    responses = KnownResponses()
+    responses = ResponseIds()
     responses.note("r", "c")
     headers: dict[str, str] = {}
     body: dict[str, Any] = {}
@@ -229,13 +229,13 @@ def test_a_named_parent_goes_before_a_tools() -> None:
 
 
 def test_a_response_is_known_by_its_id_within_its_tenant() -> None:
-    known = KnownResponses()
+    known = ResponseIds()
     known.note("r", "c", "a")
     assert (known.conversation_of("r", "a"), known.conversation_of("r", "b")) == ("c", None)
 
 
 def test_the_response_that_was_named_longest_ago_is_forgotten_first() -> None:
-    known = KnownResponses(max_responses=2)
+    known = ResponseIds(max_responses=2)
     known.note("1", "c")
     known.note("2", "c")
     assert known.conversation_of("1") == "c"
@@ -270,7 +270,7 @@ def test_nothing_that_is_sent_raises_and_every_id_is_bounded(
     headers: dict[str, str], fields: dict[str, object]
 ) -> None:
     try:
-        identity = identify(headers, fields, responses=KnownResponses())
+        identity = identify(headers, fields, responses=ResponseIds())
     except IdentityError:
         assert headers.get("x-conversation-id")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from backhaul_router.ledger.deadlines import Due
+from backhaul_router.ledger.deadlines import CalendarQueue
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,11 +15,11 @@ class Thing:
     at: float | None = None
 
 
-def due() -> Due[Thing]:
-    return Due(lambda thing: thing.at)
+def due() -> CalendarQueue[Thing]:
+    return CalendarQueue(lambda thing: thing.at)
 
 
-def put(queue: Due[Thing], thing: Thing, at: float | None) -> None:
+def put(queue: CalendarQueue[Thing], thing: Thing, at: float | None) -> None:
     """Under this time, or under none any more."""
     before, thing.at = thing.at, at
     if before is not None:
