@@ -1,4 +1,4 @@
-"""Data-parallel ranks as engines of their own: `http://d1:8200#dp=1`.
+"""Addressing of data-parallel ranks as engines of their own: `http://d1:8200#dp=1`.
 
 Ranks of one vLLM server share its address, and nothing else: each has its scheduler, its KV cache and its leases. To a router
 such a spelling is an engine's URL like any other, and so the key of everything that it knows of the rank. The HTTP client sends

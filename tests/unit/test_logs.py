@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from backhaul_router.drive import logs
 from backhaul_router.drive.logs import JsonFormatter, TextFormatter
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.turn.turn import Turn
 from core_values import config, facts, fleet

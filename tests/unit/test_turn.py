@@ -10,7 +10,7 @@ import pytest
 from backhaul_router.errors import Leg
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Branch, Held, Taken
-from backhaul_router.report import Proof, Reason, Route
+from backhaul_router.report import Proof, Reason, Route, View
 from backhaul_router.turn.effects import (
     Answered,
     Call,
@@ -117,7 +117,7 @@ def test_a_handle_is_cut_to_what_is_common() -> None:
     assert (drive.report.offered, drive.report.diverged_at) == (96, 1)
 
 
-def test_the_clients_answer_has_no_handle_no_ids_and_a_note() -> None:
+def test_the_clients_answer_has_no_handle_no_ids_and_the_report() -> None:
     drive = Drive()
     drive.feed(rendered(), prefilled(), BODY, whole(), Ended())
     head = dict(drive.one(Respond).headers)
@@ -126,7 +126,16 @@ def test_the_clients_answer_has_no_handle_no_ids_and_a_note() -> None:
     answer = json.loads(drive.sent)
     assert "kv_transfer_params" not in answer
     assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == (None, None)
-    assert answer["usage"]["backhaul"] == {
+    assert answer["usage"]["backhaul"] == drive.report.to_dict()
+
+
+def test_of_the_report_a_client_is_told_what_it_may_see() -> None:
+    drive = Drive()
+    drive.feed(rendered(), prefilled(), BODY, whole(), Ended())
+    elsewhere = json.loads(View.WITHOUT_ENGINES.of(drive.report))
+    hidden = {"prefill_engine": "(url withheld)", "decode_engine": "(url withheld)"}
+    assert elsewhere == {**drive.report.to_dict(), **hidden}
+    assert json.loads(View.SUMMARY.of(drive.report)) == {
         "conversation": "c",
         "turn": 2,
         "route": "warm",

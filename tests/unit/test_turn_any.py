@@ -11,7 +11,7 @@ import msgspec
 from backhaul_router.errors import Leg
 from backhaul_router.fleet.engine import Holder
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Route
 from backhaul_router.turn.effects import (

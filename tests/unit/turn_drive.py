@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from backhaul_router.errors import FailureKind, Leg
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Branch, Held, Taken
 from backhaul_router.report import Reason, ReuseReport, Route

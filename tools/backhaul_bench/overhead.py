@@ -25,6 +25,7 @@ from typing import Protocol
 
 import aiohttp
 import msgspec
+from backhaul_cli.errors import CommandError
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
@@ -53,7 +54,7 @@ _CONVERSATION = "x-conversation-id"
 _JSON = {"content-type": "application/json"}
 
 
-class NotWarm(RuntimeError):
+class NotWarm(CommandError):
     """A turn that was to be measured ran otherwise, or failed."""
 
 
@@ -390,7 +391,7 @@ class _DirectTurn:
 def _left(answer: bytes) -> wire.Handle:
     """D's handle, in a whole answer or in a stream."""
     if answer.startswith(b"{"):
-        handle, _ = wire.read_handle(_params_of(answer).kv_transfer_params)
+        handle = wire.read_params(_params_of(answer).kv_transfer_params).handle
     else:
         events = StreamFilter(Listeners(lambda _: None))
         events.feed(answer)

@@ -18,8 +18,9 @@ from ..fleet import poison
 from ..fleet.engine import Engine, Role
 from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
-from ..identity.hints import HintError, checked_pause, read_hints
-from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
+from ..identity.hints import REPORT_HEADER, HintError, checked_pause, read_hints
+from ..identity.identify import HEADERS, IdentityError, identify, with_parent
+from ..identity.ids import Identity
 from ..identity.scope import parent_of
 from ..ledger import digests
 from ..ledger.protocol import Ledger, arrived
@@ -207,6 +208,7 @@ class Router:
         turn = Turn(facts, identity, services.config, services.fleet, now, request.route, hints, request.tenant, chain)
         spans = NO_SPANS if self.tracing is None else self.tracing.begin(turn, headers)
         turn.deaths = deaths
+        turn.view, turn.comments = request.view, REPORT_HEADER in headers
         turn.flushes = services.handles.ledger.flushes
         logs.note(turn)
         forwarded = engine_headers(headers, identity.conversation if identity else None)

@@ -14,7 +14,7 @@ from .engine import Engine
 
 @dataclass(frozen=True)
 class Baseline:
-    """From where on a router's accounts and an engine's counters are compared."""
+    """Baseline of an audit: from where on a router's accounts and an engine's counters are compared."""
 
     accounted: Mapping[str, int]
     counted: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Capabilities of engines that only turns show: whether they check handles, run the token ids that they are sent, read what P
+"""Capability flags of engines that only turns show: whether they check handles, run the token ids that they are sent, read what P
 computed. An engine is taken at its word until a turn says otherwise."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ log = logging.getLogger("backhaul")
 
 
 class Capabilities:
-    """What engines turned out not to do. Thread-safe, and no method awaits."""
+    """Capability flags: what engines turned out not to do. Thread-safe, and no method awaits."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters

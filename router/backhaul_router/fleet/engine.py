@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import ConfigError, Leg
+from ..wire import process_of
 from ..wire.endpoint import Api
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -18,6 +19,8 @@ SUPPORTED = ((0, 32), (0, 33))
 
 
 class Role(enum.StrEnum):
+    """Role of an engine."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -29,7 +32,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine, as it described itself."""
+    """Engine, as it described itself."""
 
     url: str
     role: Role
@@ -75,9 +78,6 @@ class Engine:
         return f"{self.role} engine {self.url}"
 
 
-_RANK = re.compile(r"_dp(\d+)$")
-
-
 class Holder(NamedTuple):
     """A process that holds leases."""
 
@@ -89,8 +89,8 @@ class Holder(NamedTuple):
     @classmethod
     def of(cls, decode: str, engine_id: str) -> Holder:
         """The process that made a handle, by the engine id in it."""
-        found = _RANK.search(engine_id) if "_dp" in engine_id else None
-        return cls(decode, found[1] if found else None)
+        process = process_of(engine_id)
+        return cls(decode, engine_id[len(process) + len("_dp") :] or None)
 
 
 @functools.cache

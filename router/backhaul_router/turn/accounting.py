@@ -3,7 +3,6 @@ operator by the report, which is drafted on the way (`Turn.draft`) and made once
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from .. import wire
@@ -138,33 +137,21 @@ def _may_have_read(turn: Turn) -> bool:
     return cached is None or cached + max(turn.config.kv_recompute_threshold, turn.prompt.block_size) >= offered
 
 
-def count_answer(turn: Turn, placement: Placement, usage: wire.Usage | None) -> Mapping[str, object] | None:
-    """D's token counts. Returns what the answer's `usage` says of the turn (`usage_note`)."""
+def count_answer(turn: Turn, placement: Placement, usage: wire.Usage | None) -> None:
+    """D's token counts."""
     if usage is not None:
         turn.draft.generated = usage.completion_tokens
         turn.fleet.retention.note_answer(usage.completion_tokens or 0)
         if placement.prefill is None:
             count_prefill(turn, usage)
-    return usage_note(turn, placement)
 
 
 # --- the report ----------------------------------------------------------------------------------------------------------
 
 
-def usage_note(turn: Turn, placement: Placement) -> Mapping[str, object] | None:
-    """What the client reads of the turn as `usage.backhaul`: where it named a conversation, and nothing of the engines."""
-    identity, draft = turn.identity, turn.draft
-    if identity is None or identity.by_history:
-        return None
-    return {
-        "conversation": identity.conversation,
-        "turn": draft.turn,
-        "route": placement.route,
-        "reason": placement.reason,
-        "offered": draft.offered,
-        "cached": draft.cached,
-        "computed": draft.computed,
-    }
+def usage_note(turn: Turn, report: ReuseReport) -> bytes | None:
+    """What the answer itself says of the turn as `usage.backhaul`, as JSON: to clients that named a conversation."""
+    return None if turn.identity is None or turn.identity.by_history else turn.view.of(report)
 
 
 def record(

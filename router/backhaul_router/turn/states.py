@@ -536,7 +536,7 @@ class Decoding(msgspec.Struct, frozen=True):
         match event:
             case Opened(200, headers) if headers.get("content-type", "").startswith(_STREAM):
                 stream = turn.facts.stream_filter(
-                    note=lambda usage: accounting.count_answer(turn, placement, usage),
+                    count=lambda usage: accounting.count_answer(turn, placement, usage),
                     account=lambda account: accounting.count_account(turn, placement.decode, account, self.prefilled),
                     accumulator=AnswerAccumulator(wire.stop_tokens(turn.facts)) if turn.keeps_exact else None,
                 )
@@ -588,7 +588,7 @@ class Decoding(msgspec.Struct, frozen=True):
         if status != 200:
             return ()
         if content_type.startswith(_STREAM):
-            return self.overheard_events(self.turn.facts.stream_filter(note=lambda _: None), data)
+            return self.overheard_events(self.turn.facts.stream_filter(count=lambda _: None), data)
         if not whole:
             return ()
         answer = wire.read_answer(self.turn.facts.api, data, ids=False)
@@ -634,16 +634,18 @@ class Collecting(msgspec.Struct, frozen=True):
             answer = wire.read_answer(turn.facts.api, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
             accounting.count_account(turn, placement.decode, answer.params.account, self.before.prefilled)
             ran = proof.ids_that_ran(turn, answer.ran)
-            note = accounting.count_answer(turn, placement, answer.usage)
+            accounting.count_answer(turn, placement, answer.usage)
             turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
-            shown = wire.client_answer(turn.facts.api, answer.members, note, shows_ids=turn.facts.wants_token_ids)
+            shown = wire.client_answer(turn.facts.api, answer.members, shows_ids=turn.facts.wants_token_ids)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return refuse(turn, placement, 502, message, Leg.DECODE, now)
         settled = settlement.settle(turn, placement, answer.params.handle, answer.generated, ran, now)
         settled += settlement.named(turn, answer.id)
         answer_head = Respond(200, head(turn, placement, self.headers))
-        return Done(), (*settled, accounting.record(turn, placement, now), answer_head, Send(shown))
+        record = accounting.record(turn, placement, now)
+        note = accounting.usage_note(turn, record.report)
+        return Done(), (*settled, record, answer_head, Send(wire.join(wire.noted(shown, note))))
 
     def _error(self, body: bytes, now: float) -> Step:
         before = self.before
@@ -708,13 +710,15 @@ class Relaying(msgspec.Struct, frozen=True):
         if not stream.finished:
             return (self if self.started else msgspec.structs.replace(self, started=True)), actions
         if stream.error is not None:
-            return Done(), (*actions, *self._cut_off(now), Send(stream.last))
+            return Done(), (*actions, *self._cut_off(now), Send(stream.ended()))
         if stream.handle is None and self.before.prefilled is not None and turn.hides_handle(placement.decode):
             turn.fleet.counters.add("unreachable_pins")
         turn.said = stream.said
         accounting.learn_first_byte(turn, placement)
         settled = (*self._settled(now), *settlement.named(turn, stream.answer_id))
-        return Done(), (*actions, *settled, accounting.record(turn, placement, now), Send(stream.last))
+        record = accounting.record(turn, placement, now)
+        last = stream.ended(accounting.usage_note(turn, record.report), comment=turn.comments)
+        return Done(), (*actions, *settled, record, Send(last))
 
     def _settled(self, now: float) -> Actions:
         turn, stream = self.before.turn, self.stream

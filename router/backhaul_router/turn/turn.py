@@ -14,10 +14,10 @@ from ..fleet.fleet import Fleet
 from ..fleet.restarts import Fence
 from ..fleet.retention import Reserved
 from ..identity.hints import NO_HINTS, Hints
-from ..identity.identify import Identity
+from ..identity.ids import Identity
 from ..ledger import digests
 from ..ledger.records import Held, Key, Taken
-from ..report import Basis, Reason, Route
+from ..report import Basis, Reason, Route, View
 from ..wire.exact_history import AnswerContent
 from .placement import Prompt
 
@@ -125,6 +125,10 @@ class Turn:
     """What the answer says, where histories are kept exact."""
     decode_began: float = 0.0
     first_byte: float | None = None
+    view: View = View.WHOLE
+    """What its client may see of the report."""
+    comments: bool = False
+    """The client wants the report in a comment of the stream."""
 
     def __post_init__(self) -> None:
         self.chain = self.chain or digests.chain(self.facts.parts)

@@ -1,22 +1,20 @@
-"""Engines' answers: read for the router, and cleaned for the client."""
+"""Decoder of engines' answers, and what of them the client is shown."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import msgspec
 from msgspec import Raw
 
 from .endpoint import NO_IDS, Api, usage_of
 from .handle import Params, no_handle, quotes_handle, read_params
-from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, decode_any, join, split, value_of
-from .usage import Usage, with_note
+from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, decode_any, split, value_of
+from .usage import Usage
 
 read_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A whole answer of an engine, read."""
+    """Decoded whole answer of an engine."""
 
     members: Members
     params: Params
@@ -58,14 +56,12 @@ def read_answer(api: Api, body: bytes | Members, *, ids: bool = True) -> Answer:
     return Answer(members, params, usage_of(api, members.get("usage")), generated, ran)
 
 
-def client_answer(api: Api, members: Members, note: Mapping[str, object] | None, *, shows_ids: bool) -> bytes:
-    """A whole answer as the client may see it: no transfer parameters, ids only with `shows_ids`, our note in `usage`."""
+def client_answer(api: Api, members: Members, *, shows_ids: bool) -> Members:
+    """A whole answer as the client may see it: no transfer parameters, ids only with `shows_ids`."""
     out = {key: value for key, value in members.items() if key not in FORBIDDEN}
     if not shows_ids:
         api.hide_ids(out)
-    if note is not None and "usage" in out:
-        out["usage"] = Raw(with_note(out["usage"], note))
-    return join(out)
+    return out
 
 
 def no_handle_in(body: bytes) -> str:

@@ -1,5 +1,5 @@
-"""The `cache_salt` that engines are sent for a tenant's requests: its own, so that no engine's prefix cache tells one tenant what
-another has asked.
+"""Hash that stands for the `cache_salt` that engines are sent for a tenant's requests: its own, so that no engine's prefix
+cache tells one tenant what another has asked.
 
 It is made from the tenant's name and the salt that the client sent, if any, and is the same on every leg, in every turn, on
 every router and under every API key of the tenant: block hashes include it, and so do those that our connector compares. No

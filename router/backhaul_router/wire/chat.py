@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""Strategy of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_choices(members: Members) -> list[Choice]:
 
 
 class Chat(Api):
-    """Messages in, choices out."""
+    """Strategy of chat: messages in, choices out."""
 
     types: ClassVar[Types] = OPENAI_TYPES
     limit = "max_tokens"
@@ -66,40 +66,15 @@ class Chat(Api):
     # The prompt would not be what was compared (truncation depends on each leg's token limit, embeddings replace it), or the
     # answer describes the prompt, which D would not have computed.
     alone = frozenset(
-        {
-            "echo",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
-            "truncation_side",
-            "suffix",
-            "prompt_embeds",
-            "return_prompt_text",
-            "return_token_offsets",
-            "routed_experts_prompt_start",
-            "mm_payload",
-            "return_mm_kwargs",
-        }
+        {"echo", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "suffix", "prompt_embeds"}
+        | {"return_prompt_text", "return_token_offsets", "routed_experts_prompt_start", "mm_payload"}
+        | {"return_mm_kwargs"}
     )
+    # A stop string that the first token completes would abort the request, and with it P's handle.
     not_for_prefill = frozenset(
-        {
-            "stream",
-            "stream_options",
-            "stream_interval",
-            "max_tokens",
-            "max_completion_tokens",
-            "min_tokens",
-            "n",
-            "best_of",
-            # A stop string that the first token completes would abort the request, and with it P's handle.
-            "stop",
-            "include_stop_str_in_output",
-            "logprobs",
-            "top_logprobs",
-            "logprob_token_ids",
-            "return_token_ids",
-            "return_tokens_as_token_ids",
-            "request_id",
-        }
+        {"stream", "stream_options", "stream_interval", "max_tokens", "max_completion_tokens", "min_tokens"}
+        | {"n", "best_of", "stop", "include_stop_str_in_output", "logprobs", "top_logprobs"}
+        | {"logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
     )
     asks_for_ids = "return_token_ids"
     reports_usage = False

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from ..errors import error_body, error_event
-from .json_members import NULL, Members, is_set
+from .json_members import NULL, Members
 from .stream import Listeners, StreamFilter
 from .usage import Usage
 
@@ -27,7 +27,7 @@ Types = Mapping[str, tuple[type, ...]]
 
 
 class History(msgspec.Struct, frozen=True):
-    """What a request says of the conversation so far; fields as in `Facts`."""
+    """Parsed history: what a request says of the conversation so far; fields as in `Facts`."""
 
     messages: tuple[bytes, ...] = ()
     parts: tuple[bytes, ...] = ()
@@ -119,11 +119,6 @@ class Api(ABC):
 def usage_of(api: Api, raw: Raw | bytes | None) -> Usage | None:
     """Raises `msgspec.DecodeError`."""
     return None if raw is None or bytes(raw) == b"null" else api.read_usage(Raw(raw))
-
-
-def wanted(members: Members, field: str | None) -> bool:
-    """Whether the client asked by this field itself."""
-    return field is not None and is_set(members.get(field))
 
 
 NO_IDS: Final = (None, NULL)

@@ -1,4 +1,5 @@
-"""Transfer handles: an engine's `kv_transfer_params`, read, cut and sent back. Nothing of them is ever shown to a client.
+"""Codec of transfer handles: an engine's `kv_transfer_params`, read, cut and sent back. Nothing of them is ever shown to a
+client.
 
 Field names and rules are those of vLLM 0.32 (kv_connector/v1/nixl/pull_scheduler.py).
 """
@@ -20,7 +21,7 @@ _REQUIRED_KEYS: Final = frozenset(_REQUIRED)
 
 
 class Handle(msgspec.Struct, frozen=True, gc=False):
-    """An engine's `kv_transfer_params`: where one request's blocks lie. Unknown fields are carried verbatim."""
+    """Transfer handle, an engine's `kv_transfer_params`: where one request's blocks lie. Unknown fields are carried verbatim."""
 
     params: bytes
     engine_id: str
@@ -75,7 +76,7 @@ _decode_beside = msgspec.json.Decoder(_Beside).decode
 
 
 class Params(msgspec.Struct, frozen=True):
-    """An engine's `kv_transfer_params`, read."""
+    """Decoded `kv_transfer_params` of an engine: a handle, and what our connector says beside it."""
 
     handle: Handle | None = None
     token_ids: tuple[int, ...] | None = None
@@ -122,12 +123,6 @@ def read_params(raw: Raw | bytes | None) -> Params:
         whole=said.whole or any(_FREED in ids for ids in groups),
     )
     return Params(handle, said.token_ids, said.account)
-
-
-def read_handle(raw: Raw | bytes | None) -> tuple[Handle | None, tuple[int, ...] | None]:
-    """The handle and the generated ids of `read_params`."""
-    params = read_params(raw)
-    return params.handle, params.token_ids
 
 
 def no_handle(raw: Raw | bytes | None) -> str:

@@ -1,4 +1,4 @@
-"""JSON objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
+"""Shallow JSON codec: objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
 
 Splitting decodes the keys, so every spelling of a forbidden key (escapes, duplicates) is the same key and gone.
 """
@@ -38,7 +38,7 @@ _NESTING: Final = ("response", "message")
 _T = TypeVar("_T", bound=Hashable)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def interned(value: _T) -> _T:
     """The same value as ever: what all conversations have in common is kept once."""
     return value

@@ -1,4 +1,5 @@
-"""Request bodies of a turn's legs: what P and D are sent in place of the client's request, and how a handle is released."""
+"""Encoder of the request bodies of a turn's legs: what P and D are sent in place of the client's request, and how a handle is
+released."""
 
 from __future__ import annotations
 

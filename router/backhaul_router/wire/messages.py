@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
+"""Strategy of `/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from msgspec import Raw
 
 from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types, usage_of
 from .json_members import FORBIDDEN, NULL, Members, decode_list, encode, join
-from .stream import Listeners, NamedEvents, StreamFilter, cleaned, event_of
-from .usage import Details, Usage, with_note
+from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
+from .usage import Details, Usage
 
 _BILLING: Final = "x-anthropic-billing-header"
 """A line that Claude Code changes with every request; the engine drops a text that begins with it."""
@@ -20,8 +20,6 @@ _CACHE_CONTROL: Final = b'"cache_control"'
 _MARK: Final = rb'"cache_control"\s*:\s*(?:\{[^{}]*\}|null)'
 _MARKS: Final = re.compile(rb",\s*" + _MARK + rb"|" + _MARK + rb"\s*,")
 _TEXT_BLOCKS: Final = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
-
-
 _ERRORS: Final = frozenset({"invalid_request_error", "authentication_error", "rate_limit_error"})
 
 
@@ -58,7 +56,7 @@ _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
 class Messages(Api):
-    """Messages and a system prompt in, one message out."""
+    """Strategy of Anthropic's messages: messages and a system prompt in, one message out."""
 
     types: ClassVar[Types] = {"model": TEXT, "stream": BOOL, "cache_salt": TEXT, "max_tokens": INT}
     limit = "max_tokens"
@@ -121,15 +119,14 @@ class MessagesFilter(NamedEvents):
         if name != b"message_delta":
             return cleaned(event)
         members = self._members(event)
-        touched = bool(FORBIDDEN & members.keys())
-        if touched:
+        if FORBIDDEN & members.keys():
             members = self._take_handle(members)
-        if "usage" in members:
-            note = self._listeners.note(usage_of(self._api, members["usage"]))
-            if note is not None:
-                members["usage"] = Raw(with_note(members["usage"], note))
-                touched = True
-        return event_of(name, join(members)) if touched else event
+            event = head_of(name) + join(members) + b"\n\n"
+        if "usage" not in members:
+            return event
+        self._listeners.count(usage_of(self._api, members["usage"]))
+        self._usage = UsageEvent(head_of(name), members, event)
+        return b""
 
 
 def _system(raw: Raw) -> tuple[bytes, ...]:

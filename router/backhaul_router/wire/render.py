@@ -1,4 +1,4 @@
-"""Requests to an engine's own renderer (`/render`, `/tokenize`), and the token ids in its answers."""
+"""Codec of an engine's own renderer: what `/render` and `/tokenize` are asked, and the token ids in their answers."""
 
 from __future__ import annotations
 

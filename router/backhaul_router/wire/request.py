@@ -1,4 +1,4 @@
-"""Client requests: parsed once, and what the router needs to know of them. The registry of the endpoints whose turns it runs.
+"""Parser of client requests: what the router needs to know of them, read once. Registry of the endpoints whose turns it runs.
 
 Bodies are split into their top-level members and put together again (`json_members`); ours is written last. What is particular
 to an endpoint is in its `Api`; a new one is a subclass and a line in `_APIS`.
@@ -14,16 +14,16 @@ import msgspec
 
 from .chat import Chat
 from .completions import Completions
-from .endpoint import Api, wanted
+from .endpoint import Api
 from .exact_history import AnswerAccumulator
 from .json_members import Members, interned, is_set, read_members, value_of
 from .messages import Messages
 from .responses import Responses
-from .stream import Listeners, Note, StreamFilter, Told
+from .stream import AccountCallback, Listeners, StreamFilter, UsageCallback
 
 
 class Endpoint(enum.StrEnum):
-    """The endpoints whose turns run over prefill and decode."""
+    """Registry of the endpoints whose turns run over prefill and decode, by path."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
@@ -53,7 +53,7 @@ def api_of(path: str) -> Api:
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the router needs to know of one request. Everything else stays in `members`, unread."""
+    """Parsed request: what the router needs to know of it. Everything else stays in `members`, unread."""
 
     endpoint: Endpoint
     members: Members
@@ -87,10 +87,10 @@ class Facts(msgspec.Struct, frozen=True):
         return self.endpoint.api
 
     def stream_filter(
-        self, note: Note, account: Told | None = None, accumulator: AnswerAccumulator | None = None
+        self, count: UsageCallback, account: AccountCallback | None = None, accumulator: AnswerAccumulator | None = None
     ) -> StreamFilter:
         """What watches the stream that answers the request."""
-        listeners = Listeners(note, account, accumulator, self.wants_usage, self.wants_token_ids)
+        listeners = Listeners(count, account, accumulator, self.wants_usage, self.wants_token_ids)
         return self.api.stream_filter(listeners)
 
 
@@ -135,7 +135,7 @@ def read_request(endpoint: Endpoint, body: bytes) -> Facts:
         stream=bool(known.get("stream")),
         # The engine takes 1 and "true" for true as well, and says so where it takes a value for neither.
         wants_usage=api.reports_usage or options.get("include_usage") not in (None, False),
-        wants_token_ids=wanted(members, api.asks_for_ids),
+        wants_token_ids=api.asks_for_ids is not None and is_set(members.get(api.asks_for_ids)),
         cache_salt=known.get("cache_salt") or "",
         messages=history.messages,
         parts=history.parts,

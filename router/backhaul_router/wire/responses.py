@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API (vLLM's entrypoints/openai/responses)."""
+"""Strategy of `/v1/responses`: OpenAI's Responses API (vLLM's entrypoints/openai/responses)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from msgspec import Raw
 
 from .answer import client_answer, read_answer
 from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types
-from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, join, split
-from .stream import Listeners, NamedEvents, StreamFilter, cleaned, event_of
+from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, split
+from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
 from .usage import Details, Usage
 
 _TEXT_ITEMS: Final = frozenset(
@@ -32,14 +32,10 @@ class _Item(msgspec.Struct):
     output: str | list[_Part] | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class _Usage(msgspec.Struct):
     input_tokens: int = 0
     output_tokens: int | None = 0
-    input_tokens_details: _Details | None = None
+    input_tokens_details: Details | None = None
 
 
 class _Ran(msgspec.Struct):
@@ -55,7 +51,7 @@ _decode_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 class Responses(Api):
-    """Instructions and items in, a response of items out."""
+    """Strategy of responses: instructions and items in, a response of items out."""
 
     types: ClassVar[Types] = {
         "model": TEXT,
@@ -69,28 +65,12 @@ class Responses(Api):
     positive = ("max_output_tokens",)
     # What one engine keeps, or a history that the router does not see.
     alone = frozenset(
-        {
-            "background",
-            "previous_response_id",
-            "conversation",
-            "previous_input_messages",
-            "prompt",
-            "mm_payload",
-            "return_mm_kwargs",
-        }
+        {"background", "previous_response_id", "conversation", "previous_input_messages", "prompt"}
+        | {"mm_payload", "return_mm_kwargs"}
     )
     not_for_prefill = frozenset(
-        {
-            "stream",
-            "max_output_tokens",
-            "max_tool_calls",
-            "stop",
-            "include_stop_str_in_output",
-            "include",
-            "top_logprobs",
-            "enable_response_messages",
-            "request_id",
-        }
+        {"stream", "max_output_tokens", "max_tool_calls", "stop", "include_stop_str_in_output", "include"}
+        | {"top_logprobs", "enable_response_messages", "request_id"}
     )
     asks_for_ids = "enable_response_messages"
     shows_ids = True
@@ -130,8 +110,7 @@ class Responses(Api):
 
     def read_usage(self, raw: Raw) -> Usage:
         usage = _decode_usage(raw)
-        details = usage.input_tokens_details
-        return Usage(usage.input_tokens, usage.output_tokens, Details(details.cached_tokens) if details else None)
+        return Usage(usage.input_tokens, usage.output_tokens, usage.input_tokens_details)
 
     def read_ids(self, members: Members) -> tuple[tuple[int, ...] | None, Raw]:
         try:
@@ -178,9 +157,10 @@ class ResponsesFilter(NamedEvents):
         self.answer_id = answer.id
         if self._listeners.account is not None:
             self._listeners.account(answer.params.account)
-        note = self._listeners.note(answer.usage)
-        members["response"] = Raw(client_answer(self._api, answer.members, note, shows_ids=self._listeners.shows_ids))
-        return event_of(name, join(members))
+        self._listeners.count(answer.usage)
+        shown = client_answer(self._api, answer.members, shows_ids=self._listeners.shows_ids)
+        self._usage = UsageEvent(head_of(name), members, answer=shown)
+        return b""
 
 
 def _not_text(item: bytes) -> str | None:

@@ -1,9 +1,9 @@
-"""Stream filters: events pass as they are, but for the handle and the ids (taken out), `usage` (the truth put in) and the end."""
+"""Stream filters: events pass as they are, but for the handle and ids (taken out), `usage` (the report put in) and the end."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -16,13 +16,15 @@ from .exact_history import AnswerAccumulator, AnswerContent
 from .handle import Handle, quotes_handle, read_params
 from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, join, split, without_handles
 from .sse import EventSplitter, data_of
-from .usage import Usage, read_usage, with_note
+from .usage import Usage, noted, read_usage
 
-Note = Callable[[Usage | None], Mapping[str, object] | None]
-"""Asked, when the usage comes, for what to put into it (`None`: nothing); it is told the usage."""
-Told = Callable[[Account | None], None]
-"""Told what an engine that runs our connector says it did, before `Note`."""
+UsageCallback = Callable[[Usage | None], None]
+"""Told the usage when it comes."""
+AccountCallback = Callable[[Account | None], None]
+"""Told what an engine that runs our connector says it did, before `UsageCallback`."""
 
+COMMENT: Final = b": backhaul "
+"""Begins the comment that has the report, to clients that ask for it."""
 _DONE: Final = b"data: [DONE]"
 _NO_HANDLE: Final = b',"kv_transfer_params":null'
 """In every chunk of vLLM 0.33. It can be cut out unread: within a JSON string the quotes would be escaped."""
@@ -34,18 +36,38 @@ _NAME: Final = re.compile(rb"event: *([\w.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told what of a stream, and what of it the client has asked for."""
+    """Callbacks of one stream: who is told what, and what of it the client has asked for."""
 
-    note: Note
-    account: Told | None = None
+    count: UsageCallback
+    account: AccountCallback | None = None
     accumulator: AnswerAccumulator | None = None
     """Fed with the events, to put the answer together."""
     wants_usage: bool = True
     shows_ids: bool = False
 
 
+class UsageEvent(msgspec.Struct, frozen=True):
+    """An event with usage, in its members or in those of a whole answer that is its `response`."""
+
+    head: bytes
+    members: Members
+    event: bytes = b""
+    """As it came, where it may pass so."""
+    answer: Members | None = None
+
+    def shown(self, note: bytes | None) -> bytes:
+        if note is None and self.event:
+            return self.event
+        if self.answer is None:
+            members = noted(self.members, note)
+        else:
+            members = {**self.members, "response": Raw(join(noted(self.answer, note)))}
+        return self.head + join(members) + b"\n\n"
+
+
 class StreamFilter:
-    """Stream filter of chat and completions: passes events on as they are, but for the last few."""
+    """Stream filter of chat and completions: passes events on as they are, but for the last few. The event that ends the stream
+    is held back, and the last usage with it (`ended`), so that whoever sees them can count on the turn being settled."""
 
     def __init__(self, listeners: Listeners) -> None:
         self._listeners = listeners
@@ -59,9 +81,9 @@ class StreamFilter:
         self.error: bytes | None = None
         """The engine's error event, where it sent one."""
         self.finished = False
-        self.last = b"data: [DONE]\n\n"
-        """The event that ends the stream. It is held back, so that whoever sees it can count on the turn being settled."""
         self.events = 0
+        self._last = b"data: [DONE]\n\n"
+        self._usage: UsageEvent | None = None
 
     def feed(self, data: bytes) -> bytes:
         """The events that `data` completes, as the client gets them. Raises `msgspec.DecodeError` or `MalformedBody` where an
@@ -72,6 +94,7 @@ class StreamFilter:
             if event.startswith(_DONE):
                 self.finished = True
                 continue
+            out.append(self._passed_usage())
             if self._listeners.accumulator is not None and (heard := data_of(event)) is not None:
                 self._listeners.accumulator.feed(heard)
             event = event.replace(_NO_HANDLE, b"")
@@ -80,6 +103,17 @@ class StreamFilter:
             else:
                 out.append(event)
         return b"".join(out)
+
+    def ended(self, note: bytes | None = None, *, comment: bool = False) -> bytes:
+        """The events that were held back, with `note` in the usage where the client gets it. Before them it is told as a
+        `comment`, where that is asked for."""
+        told = COMMENT + note + b"\n\n" if comment and note is not None else b""
+        return told + self._passed_usage(note) + self._last
+
+    def _passed_usage(self, note: bytes | None = None) -> bytes:
+        """What is held back of it; without a note also when other events follow."""
+        held, self._usage = self._usage, None
+        return b"" if held is None else held.shown(note)
 
     def _look(self, event: bytes) -> bytes:
         data = data_of(event)
@@ -95,19 +129,16 @@ class StreamFilter:
             self.error = data
             if quotes_handle(event):
                 return error_event(_QUOTES_HANDLE, type_="server_error", code="decode_failed")
-        touched = False
         if FORBIDDEN & members.keys():
             members = self._take_handle(members)
-            touched = True
+            event = b"data: " + join(members) + b"\n\n"
         if bytes(members.get("usage", b"null")) != b"null":
-            note = self._listeners.note(read_usage(members["usage"]))
+            self._listeners.count(read_usage(members["usage"]))
             if bytes(members.get("choices", b"")) == b"[]":
-                if not self._listeners.wants_usage:
-                    return b""
-                if note is not None:
-                    members["usage"] = msgspec.Raw(with_note(members["usage"], note))
-                    touched = True
-        return b"data: " + join(members) + b"\n\n" if touched else event
+                if self._listeners.wants_usage:
+                    self._usage = UsageEvent(b"data: ", members, event)
+                return b""
+        return event
 
     @property
     def said(self) -> AnswerContent | None:
@@ -135,7 +166,7 @@ class NamedEvents(StreamFilter):
         super().__init__(listeners)
         self._error_event = error_event
         self._held: list[bytes] = []
-        self.last = b""
+        self._last = b""
 
     def feed(self, data: bytes) -> bytes:
         out = []
@@ -149,6 +180,8 @@ class NamedEvents(StreamFilter):
                 out += self._held
                 self.events = len(self._held)
             self.events += 1
+            if name not in self.ends:
+                out.append(self._passed_usage())
             if name in self.errors:
                 self.error = data_of(event) or b""
             passed = self._passed(event, name)
@@ -157,7 +190,7 @@ class NamedEvents(StreamFilter):
                     _QUOTES_HANDLE, type_="server_error", code="decode_failed", events=self.events
                 )
             if name in self.ends or name in self.errors:
-                self.last, self.finished = passed, True
+                self._last, self.finished = passed, True
             else:
                 out.append(passed)
         return b"".join(out)
@@ -181,5 +214,6 @@ def cleaned(event: bytes) -> bytes:
     return b"\n".join([*fields, b"data: " + kept]) + b"\n\n"
 
 
-def event_of(name: bytes, data: bytes) -> bytes:
-    return b"event: " + name + b"\ndata: " + data + b"\n\n"
+def head_of(name: bytes) -> bytes:
+    """What an event begins with, up to its data."""
+    return b"event: " + name + b"\ndata: "

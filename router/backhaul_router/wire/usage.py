@@ -1,18 +1,19 @@
-"""Token counts of an answer, and the router's note among them."""
+"""Token counts of an answer as a value, and the router's note among them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 from msgspec import Raw
 
 from .connector_object import KEY
-from .json_members import decode_members, encode, put_last
+from .json_members import Members, decode_members, encode, put_last
 
 
 class Details(msgspec.Struct):
+    """Of the prompt's tokens, those that were found in a cache."""
+
     cached_tokens: int | None = None
 
 
@@ -37,10 +38,17 @@ def read_usage(raw: Raw | bytes | None) -> Usage | None:
     return None if raw is None else _decode_usage(raw)
 
 
-def with_note(usage: Raw | bytes, note: Mapping[str, object]) -> bytes:
+def noted(members: Members, note: bytes | None) -> Members:
+    """An answer, or an event, with our note (JSON) in its `usage`, where it has one."""
+    if note is None or "usage" not in members:
+        return members
+    return {**members, "usage": Raw(_with_note(members["usage"], note))}
+
+
+def _with_note(usage: Raw | bytes, note: bytes) -> bytes:
     """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
     if bytes(usage) == b"null":
         return bytes(usage)
     if b'"' not in bytes(usage) or _NAMES_US in bytes(usage):
-        return encode({**decode_members(usage), KEY: note})
-    return put_last(bytes(usage), KEY, encode(note))
+        return encode({**decode_members(usage), KEY: Raw(note)})
+    return put_last(bytes(usage), KEY, note)
