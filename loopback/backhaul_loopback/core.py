@@ -396,6 +396,7 @@ class EngineCore:
             block_ids=[block.id for block in blocks],
             num_tokens=num_tokens,
             expiry=expiry,
+            speaks_033=self.config.speaks_033,
         )
 
     def _release(self, blocks: Sequence[Block]) -> None:

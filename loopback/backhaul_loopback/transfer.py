@@ -118,8 +118,10 @@ def handle(
     block_ids: Sequence[int],
     num_tokens: int,
     expiry: float | None,
+    speaks_033: bool,
 ) -> Params:
     """The parameters that a finished request returns (`request_finished`). `expiry` is set on D only."""
+    since_033 = {"remote_registration_generation": 1} if speaks_033 else {}
     return {
         "do_remote_prefill": is_prefill_leg,
         "do_remote_decode": not is_prefill_leg,
@@ -133,5 +135,6 @@ def handle(
         "pp_size": 1,
         "remote_num_tokens": num_tokens,
         "remote_blocks_expiry_time": expiry,
+        **since_033,
         "transfer_mode": "pull",
     }

@@ -288,13 +288,23 @@ async def test_with_reuse_off_nothing_is_kept() -> None:
 
 
 async def test_a_stream_whose_handle_is_hidden_leaves_nothing_to_read() -> None:
-    async with run_cluster(engine={"stream_handles": "off"}) as cluster:
+    async with run_cluster(engine={"stream_handles": "off", "vllm_version": "0.32.0"}) as cluster:
         messages = await first_turn(cluster, conversation="other")
         await cluster.exact({"messages": messages, "stream": True})
         report = (await cluster.exact({"messages": [*messages, user("Third.")]})).reused
         assert (report.route, report.reason) == (Route.COLD, Reason.NO_HANDLE)
         assert cluster.router.fleet.counters.unreachable_pins == 1
         cluster.pinned_until_ttl = True
+
+
+async def test_a_chat_stream_of_vllm_033_shows_its_handle_without_our_plugin() -> None:
+    """Not the ids of the answer: what is proven ends with the prompt."""
+    async with run_cluster(engine={"stream_handles": "off", "vllm_version": "0.33.0"}) as cluster:
+        messages = await first_turn(cluster, conversation="other")
+        await cluster.exact({"messages": messages, "stream": True})
+        report = (await cluster.exact({"messages": [*messages, user("Third.")]})).reused
+        assert (report.route, report.reason) == (Route.WARM, None)
+        assert cluster.router.fleet.counters.unreachable_pins == 0
 
 
 async def test_a_turn_that_ended_at_a_stop_string_leaves_nothing_to_read() -> None:

@@ -334,10 +334,12 @@ def test_a_response_s_first_events_come_with_the_first_token_and_the_last_one_is
     assert watched.filter.answer_id == "resp_1"
 
 
-def test_a_response_without_any_text_is_passed_on_whole() -> None:
+@pytest.mark.parametrize("end", ["completed", "incomplete", "cancelled"])
+def test_a_response_without_any_text_is_passed_on_whole(end: str) -> None:
     watched = Watched(responses(stream=True))
-    assert watched.feed(CREATED + event("response.completed", response=RESPONSE)) == CLEAN
+    assert watched.feed(CREATED + event(f"response.{end}", response=RESPONSE)) == CLEAN
     assert watched.filter.finished
+    assert (watched.filter.error, watched.filter.answer_id) == (None, "resp_1")
     assert b"backhaul" not in watched.filter.ended()
 
 

@@ -86,6 +86,16 @@ def test_ordinary_events_pass_byte_for_byte(passed: bytes) -> None:
     assert (watched.filter.events, watched.filter.error, watched.filter.handle, watched.counted) == (1, None, None, [])
 
 
+def test_null_parameters_are_cut_out_without_reading_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 puts them into every chunk."""
+    monkeypatch.setattr(wire, "split", None)
+    for at in ({"choices": []}, chunk("a")):
+        for after in ({}, {"weight_versions": None}):
+            assert Watched().feed(event({**at, "kv_transfer_params": None, **after})) == event({**at, **after})
+    quoted = event(chunk('"a","kv_transfer_params":null'))
+    assert Watched().feed(quoted) == quoted
+
+
 EVENTS = st.sampled_from(
     [
         *(e for e in ORDINARY if len(e) < 1000),

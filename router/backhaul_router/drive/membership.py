@@ -73,9 +73,10 @@ class Membership:
         for engine in found:
             if engine.role is Role.DECODE and not engine.streams_handles:
                 log.warning(
-                    "%s does not show handles in its streams: streamed turns leave nothing to reuse, and pin its blocks for "
+                    "%s does not show handles in %s: those turns leave nothing to reuse, and pin its blocks for "
                     "%.0f s. Install backhaul beside vLLM, which loads its plugin.",
                     engine,
+                    engine.silent_streams,
                     config.decoder_kv_blocks_ttl,
                 )
         self.absent = {url: wanted[url] for url in absent}

@@ -153,7 +153,7 @@ class Turn:
 
     def shows_handle(self, decode: Engine) -> bool:
         """Whether D's answer will carry the handle."""
-        return decode.streams_handles or not self.facts.stream or self.facts.api.streams_handles
+        return not self.facts.stream or decode.shows_handle(self.facts.api)
 
     def hides_handle(self, decode: Engine) -> bool:
         """Whether the turn pins blocks there that nobody can release."""

@@ -55,8 +55,9 @@ class Api(ABC):
     """An engine that was asked for ids and shows none did not run those that it was sent."""
     numbered: ClassVar[bool] = True
     """A history has messages that can be numbered; a completion's prompt is one."""
-    streams_handles: ClassVar[bool] = False
-    """vLLM's own streams carry the handle; elsewhere our plugin puts it there."""
+    streams_handles_since: ClassVar[tuple[int, int] | None] = (0, 33)
+    """The vLLM release since which its own streams carry the handle; where they do not (`None`: in no release), our plugin
+    puts it there."""
     refers_to_answers: ClassVar[bool] = False
     """A request can go on from an earlier answer by its id."""
     reports_usage: ClassVar[bool] = True

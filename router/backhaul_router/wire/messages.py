@@ -63,6 +63,7 @@ class Messages(Api):
     positive = ("max_tokens",)
     alone = frozenset({"mm_payload", "return_mm_kwargs"})
     not_for_prefill = frozenset({"stream", "max_tokens", "stop_sequences"})
+    streams_handles_since = None
     covers_paths_below = True
 
     def history(self, members: Members) -> History:

@@ -74,7 +74,7 @@ class Responses(Api):
     )
     asks_for_ids = "enable_response_messages"
     shows_ids = True
-    streams_handles = True
+    streams_handles_since = (0, 32)
     refers_to_answers = True
 
     def history(self, members: Members) -> History:
@@ -141,7 +141,7 @@ class ResponsesFilter(NamedEvents):
     """Stream filter of OpenAI's events: the last one has the whole response, the handle with it."""
 
     early = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
-    ends = frozenset({b"response.completed", b"response.incomplete"})
+    ends = frozenset({b"response.completed", b"response.incomplete", b"response.cancelled"})
     errors = frozenset({b"response.failed", b"error"})
 
     def __init__(self, api: Responses, listeners: Listeners) -> None:
