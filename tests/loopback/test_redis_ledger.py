@@ -178,7 +178,7 @@ async def test_a_flush_is_everybodys(server: RedisServer, opens: Open) -> None:
 async def test_what_was_flushed_is_void_before_anybody_has_looked_for_it(server: RedisServer, opens: Open) -> None:
     a, b = opens(server), opens(server)
     await settle(a, b"a", handle=soon("1"))
-    await b._link.run(MOVE_EPOCH, [b._keys.epoch])
+    await b.link.run(MOVE_EPOCH, [b.keys.epoch])
     taken = await take(a, b"a")
     assert (taken.held, taken.reason, names(taken.drop)) == (None, Reason.FLUSHED, ["1"])
 
@@ -410,7 +410,7 @@ async def test_what_certainly_was_not_filed_is_released_and_what_may_have_been_i
     await settle(ledger, b"a", handle=soon("1"))
     taken = await take(ledger, b"a")
     unsure = await take(ledger, b"x", key=KEY._replace(conversation="x"))
-    run = ledger._link.run
+    run = ledger.link.run
 
     async def written_without_an_answer(script: str, keys: Any, arguments: Any = ()) -> Any:
         answer = await run(script, keys, arguments)
@@ -418,10 +418,10 @@ async def test_what_certainly_was_not_filed_is_released_and_what_may_have_been_i
             raise redis_link.LedgerUnavailable("no answer in time", unknown=True)
         return answer
 
-    ledger._link.run = written_without_an_answer  # type: ignore[method-assign]
+    ledger.link.run = written_without_an_answer  # type: ignore[method-assign]
     new = KEY._replace(conversation="x")
     assert await ledger.settle(new, unsure, branch((b"x",), held=soon("2")), time.monotonic()) == ()
-    ledger._link.run = run  # type: ignore[method-assign]
+    ledger.link.run = run  # type: ignore[method-assign]
     assert names(await ledger.held_for("x")) == ["2"]
     server.pause()
     try:

@@ -86,12 +86,12 @@ class OnRedis:
         """Everything on file, whoever filed it."""
         ledger = self._ledger
         found = []
-        async for keys in ledger._link.scan(ledger._keys.every_record):
-            for head in await ledger._link.read(keys, "h"):
+        async for keys in ledger.link.scan(ledger.keys.every_record):
+            for head in await ledger.link.read(keys, "h"):
                 name = name_in(head)
                 assert isinstance(name, Name)
-                loaded = await ledger._load([ledger._keys.record(name)])
-                found.append(WorkingCopy([name], loaded, ledger._limits, ledger._keys))
+                loaded = await ledger._load([ledger.keys.record(name)])
+                found.append(WorkingCopy([name], loaded, ledger._limits, ledger.keys))
         return found
 
     def __len__(self) -> int:

@@ -61,6 +61,8 @@ class Membership:
                 services.spawn(self._ask_absent())
             return
         wanted = dict.fromkeys(config.prefill, Role.PREFILL) | dict.fromkeys(config.decode, Role.DECODE)
+        for url in wanted:
+            self._withhold(url)
         found, absent = await self._ask(wanted)
         for role in Role:
             if not any(engine.role is role for engine in found):

@@ -179,6 +179,8 @@ class Router:
                 facts = cache_salt.salted(facts, request.tenant)
             if len(headers) < len(named):
                 _refuse_two_ids(named)
+            if (before := facts.ids.get("previous_response_id")) is not None:
+                await self.responses.learn(before, request.tenant)
             identity = identify(
                 headers,
                 facts.ids,

@@ -19,9 +19,8 @@ from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
 from ..fleet.poison import PoisonList
 from ..fleet.retention import Cause, Retention
-from ..identity.response_ids import ResponseIds
 from ..identity.scope import ConversationScope
-from ..ledger.protocol import open_ledger
+from ..ledger.protocol import open_ledger, open_responses
 from ..ledger.records import Branch, Held
 from ..report import Reason, ReuseReport
 from ..turn.effects import (
@@ -63,10 +62,10 @@ class Services:
         self.client = client
         self.clock = clock
         self.on_report = on_report
-        self.responses = ResponseIds()
-        """Conversations by the ids of the responses that their turns were answered with."""
         self.poison_list = PoisonList()
         ledger, retention = open_ledger(config, clock), Retention(config.retained_tokens_budget, config.one_shot_s)
+        self.responses = open_responses(ledger)
+        """Conversations by the ids of the responses that their turns were answered with."""
         self.fleet = Fleet((), seed, retention)
         self.fleet.restarts.shared = ledger.shared
         self.leases = Leases(client, self.fleet, self.spawn)
@@ -105,6 +104,7 @@ class Services:
             await self.handles.end_now(ledger.flush())
         await self.settled()
         self.leases.closed = True
+        await self.responses.aclose()
         await ledger.aclose()
         await self.client.aclose()
 

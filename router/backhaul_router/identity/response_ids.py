@@ -34,6 +34,12 @@ class ResponseIds:
             while len(known) > self._max_responses:
                 known.popitem(last=False)
 
+    async def learn(self, response: object, tenant: str = "") -> None:
+        """Has a response known here that another router knows; where they share nothing, none does."""
+
+    async def aclose(self) -> None:
+        """Ends what is under way in this event loop."""
+
     def conversation_of(self, response: str, tenant: str = "") -> str | None:
         """The conversation that a response belongs to, where it is known; empty where it belongs to none."""
         with self._lock:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..config import RouterConfig
+from ..identity.response_ids import ResponseIds
 from ..report import Reason
 from .memory import MemoryLedger
 from .records import Branch, Held, Key, Taken
@@ -88,3 +89,11 @@ def open_ledger(config: RouterConfig, clock: Callable[[], float]) -> Ledger:
         max_conversations_per_tenant=config.max_conversations_per_tenant,
         clock=clock,
     )
+
+
+def open_responses(ledger: Ledger) -> ResponseIds:
+    """The ids of responses, shared by those that share the ledger."""
+    from .redis_ledger import RedisLedger
+    from .redis_responses import SharedResponses
+
+    return SharedResponses(ledger.link, ledger.keys) if isinstance(ledger, RedisLedger) else ResponseIds()

@@ -79,9 +79,9 @@ class RedisLedger:
     ) -> None:
         """`timeout_s` bounds every wait for an answer, and that for earlier changes of the same conversation. Raises
         `ConfigError`."""
-        self._link = RedisLink(url, timeout_s)
+        self.link = RedisLink(url, timeout_s)
         self._timeout_s = timeout_s
-        self._keys = Keys(prefix)
+        self.keys = Keys(prefix)
         self._limits = Limits(
             max_conversations=max_conversations,
             max_conversations_per_tenant=max_conversations_per_tenant,
@@ -102,16 +102,16 @@ class RedisLedger:
         return len(self._filed)
 
     def __repr__(self) -> str:
-        return f"<RedisLedger at {self._link.address}, {len(self.handles())} handles of this router's>"
+        return f"<RedisLedger at {self.link.address}, {len(self.handles())} handles of this router's>"
 
     @property
     def failures(self) -> int:
         """Calls to the server that failed, or were not tried while it was known not to answer."""
-        return self._link.failures
+        return self.link.failures
 
     @property
     def available(self) -> bool:
-        return not self._link.down
+        return not self.link.down
 
     def handles(self) -> tuple[Held, ...]:
         """Those that this router has filed and does not know to be gone."""
@@ -204,9 +204,9 @@ class RedisLedger:
     async def find(self, key: Key, chain: bytes) -> str | None:
         """As `MemoryLedger.find`; nothing is found while the server does not answer."""
         stops = range(len(chain) - digests.SIZE, 0, -digests.SIZE)
-        ends = [self._keys.end(key, chain[stop - digests.SIZE : stop]) for stop in stops]
+        ends = [self.keys.end(key, chain[stop - digests.SIZE : stop]) for stop in stops]
         try:
-            epoch, *found = await self._link.run(FIND, [self._keys.epoch, *ends])
+            epoch, *found = await self.link.run(FIND, [self.keys.epoch, *ends])
         except LedgerUnavailable:
             return None
         self.flushes = int(epoch)
@@ -220,10 +220,10 @@ class RedisLedger:
         """As `MemoryLedger.held_for`; nothing, while the server does not answer."""
         name = Name(tenant, conversation)
         try:
-            loaded = await self._load([self._keys.record(name)])
+            loaded = await self._load([self.keys.record(name)])
         except LedgerUnavailable:
             return ()
-        copy = WorkingCopy([name], loaded, self._limits, self._keys)
+        copy = WorkingCopy([name], loaded, self._limits, self.keys)
         offset = copy.offset
         return tuple(moved(held, -offset) for held in copy.held_for(conversation, tenant))
 
@@ -279,7 +279,7 @@ class RedisLedger:
     async def flush(self) -> tuple[Held, ...]:
         """As `MemoryLedger.flush`, for every router: no handle that is on file now is handed out after this. Raises
         `LedgerUnavailable` when that is not certain."""
-        self.flushes = await self._link.run(MOVE_EPOCH, [self._keys.epoch])
+        self.flushes = await self.link.run(MOVE_EPOCH, [self.keys.epoch])
         return await self._everywhere(lambda copy, _: copy.flush())
 
     async def aclose(self) -> None:
@@ -288,13 +288,13 @@ class RedisLedger:
         while tasks := [task for task in tuple(self._background) if task.get_loop() is loop]:
             await asyncio.wait(tasks)
         self._filed.clear()
-        await self._link.aclose()
+        await self.link.aclose()
 
     async def _everywhere(self, work: Callable[[WorkingCopy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
         dropped: tuple[Held, ...] = ()
         try:
-            async for keys in self._link.scan(self._keys.every_record):
-                heads = await self._link.read(keys, "h")
+            async for keys in self.link.scan(self.keys.every_record):
+                heads = await self.link.read(keys, "h")
                 dropped += await self._each({name for head in heads if (name := name_in(head)) is not None}, work)
         except LedgerUnavailable as error:
             log.warning("not all conversations could be looked through, what they hold ends with its leases: %s", error)
@@ -332,17 +332,17 @@ class RedisLedger:
         body_of: Callable[[WorkingCopy, _T], tuple[int, str]] = lambda copy, result: (0, ""),
     ) -> _Changed[_T]:
         """Does `work` on a copy of the records, as often as it takes. Raises `LedgerUnavailable`."""
-        keys = [self._keys.record(name) for name in names]
+        keys = [self.keys.record(name) for name in names]
         async with self._record_locks().turn(keys, wait_s):
             loaded = await self._load(keys)
             give_up = time.monotonic() + (wait_s or _PATIENCE_S)
             while True:
-                copy = WorkingCopy(names, loaded, self._limits, self._keys)
+                copy = WorkingCopy(names, loaded, self._limits, self.keys)
                 result = work(copy, loaded.now)
                 changes = copy.changes(body_of(copy, result))
                 if changes is None:
                     return _Changed(result, copy.offset)
-                answer = await self._link.run(COMMIT, [self._keys.epoch, *keys], changes)
+                answer = await self.link.run(COMMIT, [self.keys.epoch, *keys], changes)
                 if answer[0] == 1:
                     room = tuple(held for head in answer[2:] for held in handles_in(head, loaded))
                     self._note(names, copy)
@@ -353,7 +353,7 @@ class RedisLedger:
 
     async def _load(self, keys: Sequence[str]) -> Snapshot:
         try:
-            answer = await self._link.run(LOAD, [self._keys.epoch, *keys])
+            answer = await self.link.run(LOAD, [self.keys.epoch, *keys])
         except LedgerUnavailable as error:
             raise LedgerUnavailable(str(error)) from None  # it was read alone
         loaded = Snapshot.of(answer, self._clock())

@@ -70,12 +70,20 @@ class RedisLink:
     def down(self) -> bool:
         return self._down_since is not None
 
-    async def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float] = ()) -> Any:
-        """Runs a script. Raises `LedgerUnavailable`, `unknown` where the server may have run it."""
+    async def run(
+        self,
+        script: str,
+        keys: Sequence[str],
+        arguments: Sequence[str | bytes | int | float] = (),
+        *,
+        patience_s: float = 0.0,
+    ) -> Any:
+        """Runs a script. Raises `LedgerUnavailable`, `unknown` where the server may have run it. `patience_s`: the longest wait
+        where no turn waits for it, if that is more than usual."""
         self._admit()
         client = self._client()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(max(self._timeout_s, patience_s)):
                 answer = await client.register_script(script)(keys, arguments)
         except self._failures as error:
             if isinstance(error, self._redis.exceptions.ReadOnlyError):  # another server has become the one to write to

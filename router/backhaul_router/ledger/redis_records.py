@@ -25,6 +25,8 @@ log = logging.getLogger("backhaul")
 
 FORMAT = "2"
 """Of records, and part of every key: routers that write others do not see each other's."""
+SHARED_FOR_S = 86_400.0
+"""For how long routers can ask each other for reports and ids of responses, since the last one of a conversation or its own."""
 
 
 class HeldRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -116,6 +118,26 @@ class Keys:
     def end(self, key: Key, digest: bytes) -> str:
         """Where the conversations are found whose history ends so, of those that share all of `key` but the conversation."""
         return f"{self.prefix}:{FORMAT}:e:{_hash(key.tenant, key.model, key.cache_salt, digest)}"
+
+    def response(self, tenant: str, response: str) -> str:
+        """Where the conversation is that a response belongs to."""
+        return f"{self.prefix}:{FORMAT}:i:{_hash(tenant, response)}"
+
+    def reports(self, tenant: str, conversation: str) -> str:
+        """Where a conversation's totals are; its reports are beside it."""
+        return f"{self.prefix}:{FORMAT}:r:{_hash(tenant, conversation)}"
+
+    def reported(self, tenant: str, *, by_history: bool) -> str:
+        """Where a tenant's conversations with reports are listed by their last one: all of them, or those without a name."""
+        return f"{self.prefix}:{FORMAT}:{'ra' if by_history else 'rt'}:{_hash(tenant)}"
+
+    def running(self, tenant: str) -> str:
+        """Where it stands how many requests of a tenant each router has."""
+        return f"{self.prefix}:{FORMAT}:n:{_hash(tenant)}"
+
+    def replicas(self, what: str) -> str:
+        """What all routers know of each other: `seen`, `info`, `fleet`, `version`, `ends`."""
+        return f"{self.prefix}:{FORMAT}:{what}"
 
 
 def _hash(*parts: str | bytes) -> str:
