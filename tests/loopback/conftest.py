@@ -23,6 +23,7 @@ WHOLE_PROGRAMS = (
     "test_redis_ledger",
     "test_redis_router",
     "test_redis_rules",
+    "test_replicas",
     "test_same_reports",
     "test_same_script",
     "test_scale",

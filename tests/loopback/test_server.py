@@ -19,7 +19,8 @@ from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, RealClock
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import ReuseReport
-from backhaul_router.serve.asgi import App, is_loopback, make_app
+from backhaul_router.serve.answers import is_loopback
+from backhaul_router.serve.asgi import App, make_app
 from backhaul_router.serve.report_log import ReportLogs
 from served import LIMIT_S, freed, in_thread, run, serving
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -115,39 +116,16 @@ async def test_any_worker_shows_the_reports_of_all_turns(two: Two) -> None:
         assert [one["total"] for one in listed if one["id"] == "whole"] == [shown["total"]]
 
 
-async def test_a_report_is_waited_for_wherever_its_turn_runs(two: Two) -> None:
-    await turns(two, "awaited", two.one)
-    asked = {"turn": "2", "wait": "5"}
-    waiting = asyncio.create_task(two.one.get(f"{ON_RECORD}/awaited", params=asked))
-    await two.two.post(CHAT, json=body(two.pair), headers={"x-conversation-id": "awaited"})
-    async with asyncio.timeout(4):
-        assert [report["worker"] for report in (await waiting).json()["reports"]] == [2]
-
-
-async def test_a_conversation_that_is_ended_with_one_worker_is_forgotten_by_all(two: Two) -> None:
-    await turns(two, "ended", two.one, two.two)
-    assert (await two.two.delete(f"{ON_RECORD}/ended")).status_code == 204
-    assert (await two.one.delete(f"{ON_RECORD}/ended")).status_code == 404
-    assert (await two.one.get(f"{ON_RECORD}/ended")).status_code == 404
-    assert await turns(two, "ended", two.one) == ["cold"]
-
-
-async def test_a_response_can_be_gone_on_from_with_any_worker(two: Two) -> None:
-    asked = {"model": two.pair.model, "input": STORY, "max_output_tokens": 8}
-    first = await two.one.post(RESPONSES, json=asked, headers={"x-conversation-id": "response"})
-    following = {**asked, "input": "And then?", "previous_response_id": first.json()["id"]}
-    await two.two.post(RESPONSES, json=following)
-    shown = await two.one.get(f"{ON_RECORD}/response", params={"turn": 2, "wait": 5})
-    assert [report["identity_source"] for report in shown.json()["reports"]] == ["body:previous_response_id"]
-
-
 async def test_clients_are_spread_over_the_workers(two: Two) -> None:
     async def worker() -> int:
-        async with httpx2.AsyncClient(base_url=two.served.url, trust_env=False) as http:
-            return int((await http.get("/health")).json()["worker"])
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx2.URL(two.served.url).port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return int(json.loads(answer.partition(b"\r\n\r\n")[2])["worker"])
 
-    workers = await asyncio.gather(*(worker() for _ in range(12)))
-    assert sorted(workers) == [1] * 6 + [2] * 6
+    workers = await asyncio.gather(*(worker() for _ in range(40)))
+    assert 5 < workers.count(1) < 35  # the system draws lots
 
 
 # --- Prometheus
@@ -199,13 +177,6 @@ async def test_a_change_that_cannot_be_made_is_made_by_no_worker(two: Two) -> No
     refused = await two.one.post(f"{ADMIN}/engines", json={"role": "decode", "url": "http://127.0.0.1:1"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cannot_be_done")
     assert await states(two.two) == before
-
-
-async def test_a_flush_with_one_worker_is_a_flush_with_all(two: Two) -> None:
-    await turns(two, "flushed", two.one, two.two)
-    assert (await two.one.post(f"{ADMIN}/flush")).status_code == 200
-    answer = await two.two.post(CHAT, json=body(two.pair), headers={"x-conversation-id": "flushed"})
-    assert (answer.headers["x-backhaul-route"], answer.headers["x-backhaul-reason"]) == ("cold", "flushed")
 
 
 # --- processes
@@ -267,15 +238,18 @@ async def test_told_to_stop_all_workers_finish_their_requests() -> None:
 
 
 async def test_requests_that_have_come_by_the_end_are_answered_however_many() -> None:
-    """More than the parent takes at once; it is stopped while they come, as it may have something else to do."""
+    """They come while the workers have something else to do."""
     with redis_server() as redis:
         async with loopback_pair() as pair, two_workers(pair, redis) as two:
-            two.served.process.send_signal(signal.SIGSTOP)
+            pids = (await two.pids()).values()
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
             clients = [await asyncio.open_connection("127.0.0.1", httpx2.URL(two.served.url).port) for _ in range(100)]
             for _, writer in clients:
                 writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
             two.served.process.send_signal(signal.SIGTERM)
-            two.served.process.send_signal(signal.SIGCONT)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
             answers = await asyncio.gather(*(reader.readline() for reader, _ in clients), return_exceptions=True)
             for _, writer in clients:
                 writer.close()
@@ -310,25 +284,13 @@ async def test_workers_whose_parent_is_killed_finish_their_requests_and_end() ->
         async with loopback_pair(**SLOW) as pair, two_workers(pair, redis) as two:
             pids = list((await two.pids()).values())
             assert sorted(descendants(two.parent)) == sorted(pids)
-            async with (
-                only(two.served.url, 1) as beside,
-                two.two.stream("POST", CHAT, json=body(pair, stream=True, max_tokens=60)) as answer,
-            ):
+            asked = body(pair, stream=True, max_tokens=60, ignore_eos=True)
+            async with two.two.stream("POST", CHAT, json=asked) as answer:
                 chunks = answer.aiter_raw()
                 await anext(chunks)
                 two.served.process.send_signal(signal.SIGSTOP)
-                sent = asyncio.Event()
-
-                async def trace(name: str, info: dict[str, Any]) -> None:
-                    if name == "http11.send_request_body.complete":
-                        sent.set()
-
-                # nobody answers the worker's own question when its parent is killed
-                asking = asyncio.create_task(two.one.get("/metrics", extensions={"trace": trace}))
-                await asyncio.wait_for(sent.wait(), LIMIT_S)
-                assert (await beside.get("/health")).status_code == 200  # so it has read what came before
+                await turns_counted(two.one, "text/plain")  # they need it for nothing
                 two.served.process.kill()
-                assert (await asking).status_code == 503
                 rest = b"".join([chunk async for chunk in chunks])
             assert rest.endswith(b"data: [DONE]\n\n")
             async with asyncio.timeout(LIMIT_S):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Router
-from backhaul_router.serve.admin import PATH, Admin, Answer
+from backhaul_router.serve.admin import PATH, Admin, Answer, joined
 
 KEY = "an-admin-key-of-some-length"
 CONFIG: dict[str, Any] = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
@@ -98,3 +98,12 @@ async def test_an_engine_that_is_no_url_is_the_clients_mistake(method: str, at: 
     answer = await Admin(Router(RouterConfig(**CONFIG))).answer(method, PATH + at, {"url": [url]}, body)
     assert answer.status == 400
     assert f"{url!r} is not an engine's URL" in answer.value["error"]["message"]
+
+
+def test_an_engine_that_replicas_see_differently_is_as_bad_as_the_worst_says() -> None:
+    engine = {"url": "http://d:1", "role": "decode", "in_flight": 2, "handles": 1}
+    there = {"a:1": [{**engine, "state": "available"}], "b:1": [{**engine, "state": "failing"}], "c:1": []}
+    states = {"a:1": "available", "b:1": "failing"}
+    assert joined(there) == [{**engine, "state": "failing", "in_flight": 4, "handles": 2, "states": states}]
+    absent = {"url": "http://d:1", "role": "decode", "state": "absent"}
+    assert joined({"a:1": [absent], "b:1": [absent]}) == [absent]

@@ -178,14 +178,15 @@ async def test_a_turn_that_fails_gives_its_place_back() -> None:
         assert admission.running == 1
 
 
-def test_a_tenant_has_as_many_requests_as_it_may_and_others_theirs() -> None:
+async def test_a_tenant_has_as_many_requests_as_it_may_and_others_theirs() -> None:
     admission = Admission()
-    with admission.request("a", 2), admission.request("a", 2), admission.request("b", 1), admission.request("c", None):
+    begin = admission.request
+    async with begin("a", 2), begin("a", 2), begin("b", 1), begin("c", None):
         with pytest.raises(Refused, match=r"a has 2 requests running, its limit \(max_concurrent_turns\)") as caught:
-            with admission.request("a", 2):
+            async with admission.request("a", 2):
                 raise AssertionError("it was let in")
         assert (caught.value.status, caught.value.code) == (429, "too_many_turns")
-    with admission.request("a", 1):
+    async with admission.request("a", 1):
         pass
 
 

@@ -10,7 +10,7 @@ from backhaul_protocol.account import Account
 from backhaul_router import wire
 from backhaul_router.errors import Leg
 from backhaul_router.report import Reason, Route
-from backhaul_router.serve.asgi import _Out
+from backhaul_router.serve.turn_endpoint import Out
 from backhaul_router.turn.effects import NoteResponse, Respond
 from backhaul_router.wire import Endpoint, Facts, read_request
 from backhaul_router.wire.stream import StreamFilter
@@ -421,7 +421,7 @@ async def test_a_served_stream_that_breaks_names_no_engine_to_clients_elsewhere(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    out = _Out(send, (b"http://d1:1",), path)
+    out = Out(send, (b"http://d1:1",), path)
     await out.begin(200, [])
     await out.chunk(b'event: content_block_delta\ndata: {"text":"http://d1:1"}\n\n')
     await out.chunk(

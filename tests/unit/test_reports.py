@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from backhaul_router.report import Reason, ReuseReport, Route
-from backhaul_router.serve.report_log import ReportLog
+from backhaul_router.serve.report_log import ReportLog, Total
 
 
 def report(conversation: str | None = "c1", turn: int = 1, **values: Any) -> ReuseReport:
@@ -88,3 +88,11 @@ def test_conversations_without_a_name_make_room_for_each_other() -> None:
     assert log.forget("d")
     log.record(report("e", identity_source="history"))
     assert [one.id for one in log.newest_first()] == ["e", "c", "named"]
+
+
+def test_a_total_is_what_its_sums_say() -> None:
+    total = Total()
+    for one in (report(prompt=100, cached=0), report(turn=2, route=Route.WARM, prompt=300, cached=200, saved_ms=5.0)):
+        total.add(one)
+    assert Total.of_sums(total.sums()).to_dict() == total.to_dict()
+    assert Total.of_sums(Total().sums()).to_dict() == Total().to_dict()

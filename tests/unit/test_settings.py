@@ -13,6 +13,7 @@ from backhaul_cli import main as cli
 from backhaul_router.drive.logs import LogFormat
 from backhaul_router.errors import ConfigError
 from backhaul_router.report import Route
+from backhaul_router.serve.reload import in_force
 from backhaul_router.serve.settings import SETTINGS, TABLES, Settings, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backhaul.toml"
@@ -242,3 +243,30 @@ def test_check_opens_the_files_that_are_named(
     engines = "" if "[engines]" in setting else ENGINES
     assert cli.main(["serve", "--config", str(write(engines + setting.format(**names))), "--check"]) == 2
     assert complaint.format(**names) in capsys.readouterr().err
+
+
+# --- workers
+
+
+SEVERAL: dict[str, Any] = {"prefill": ["http://p:1"], "decode": ["http://d:1"], "workers": 2}
+
+
+def test_several_workers_need_a_ledger_that_they_share() -> None:
+    with pytest.raises(ConfigError, match=r"^workers: 2 workers share .*--redis-url redis://HOST:6379/0") as caught:
+        load(None, SEVERAL, {})
+    assert "\n" not in str(caught.value)
+    assert load(None, SEVERAL, {"BACKHAUL_REDIS_URL": "redis://127.0.0.1/0"}).server.workers == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1000])
+def test_a_number_of_workers_that_cannot_be(workers: int) -> None:
+    with pytest.raises(ConfigError, match=f"workers={workers}: from 1 to 256"):
+        load(None, {**SEVERAL, "workers": workers, "redis_url": "redis://127.0.0.1/0"}, {})
+
+
+def test_a_worker_that_is_started_later_follows_what_a_reload_changed_and_no_more() -> None:
+    engines = {name: SEVERAL[name] for name in ("prefill", "decode")}
+    before = load(None, {**engines, "max_body_bytes": 1, "max_branches": 2, "port": 1}, {})
+    after = load(None, {**engines, "max_body_bytes": 9, "max_branches": 9, "port": 9}, {})
+    now = in_force(before, after)
+    assert (now.router.max_body_bytes, now.router.max_branches, now.server.port) == (9, 2, 1)

@@ -23,10 +23,12 @@ def run(args: argparse.Namespace, passed_on: Sequence[str]) -> int:
             print("the configuration can be used")
             return 0
         server = server_module()
+        from backhaul_router.serve.supervisor import WorkersFailed
+
         try:
             with logs.to_stderr(settings.server.log_format):
                 server.serve(settings, lambda: settings_from(args))
-        except server.WorkersFailed as error:
+        except WorkersFailed as error:
             raise CommandError(str(error)) from error
     except KeyboardInterrupt:  # before there was anything to finish
         pass

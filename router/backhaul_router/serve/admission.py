@@ -5,7 +5,8 @@ A turn that finds no room waits; a queue that is full refuses. Of two tenants wi
 becomes free, however many the other has queued, and a full queue makes room for one that has fewer by refusing the newest of
 the one that has most: nobody's burst shuts others out.
 
-A tenant's own limit is another thing: it counts what waits too, and refuses before a request's body is read.
+A tenant's own limit is another thing: it counts what waits too, with all replicas that share a Redis, and refuses before a
+request's body is read.
 
 Belongs to one event loop.
 """
@@ -16,10 +17,11 @@ import asyncio
 import contextlib
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .shared_limits import SharedLimits
 
 _TRY_AGAIN_S = 1
 _LONGEST_TRY_AGAIN_S = 30
@@ -62,6 +64,8 @@ class Admission:
     """Places for turns. `limits` may be replaced at any time; turns that run or wait stay."""
 
     def __init__(self, limits: Limits | None = None) -> None:
+        self.shared: SharedLimits | None = None
+        """What tenants have with other replicas."""
         self._limits = limits or Limits()
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._queued = 0
@@ -84,23 +88,31 @@ class Admission:
         self._limits = limits
         self._admit()
 
-    @contextlib.contextmanager
-    def request(self, tenant: str, most: int | None) -> Iterator[None]:
-        """One of at most `most` requests that a tenant may have here, until the block is left. Raises `Refused`."""
-        if most is not None and self._here[tenant] >= most:
-            raise Refused(
-                429,
-                "too_many_turns",
-                f"{tenant} has {most} requests running, its limit (max_concurrent_turns)",
-                _TRY_AGAIN_S,
-            )
+    @contextlib.asynccontextmanager
+    async def request(self, tenant: str, most: int | None) -> AsyncIterator[None]:
+        """One of at most `most` requests that a tenant may have, until the block is left. Raises `Refused`."""
+        if most is None:
+            yield
+            return
         self._here[tenant] += 1
         try:
+            if self._here[tenant] > most or not await self._shared_place(tenant, most):
+                raise Refused(
+                    429,
+                    "too_many_turns",
+                    f"{tenant} has {most} requests running, its limit (max_concurrent_turns)",
+                    _TRY_AGAIN_S,
+                )
             yield
         finally:
             self._here[tenant] -= 1
+            if self.shared is not None:
+                self.shared.left(tenant, self._here[tenant])
             if not self._here[tenant]:
                 del self._here[tenant]
+
+    async def _shared_place(self, tenant: str, most: int) -> bool:
+        return self.shared is None or await self.shared.enter(tenant, self._here[tenant], most)
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str = "") -> AsyncIterator[None]:

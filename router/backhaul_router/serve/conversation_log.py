@@ -1,20 +1,17 @@
-"""What a server shows of conversations: the reports that it has on record, and those that others have of the same conversations.
-
-`OwnRecord` is that of one process. Several that share a ledger each have the turns that ran there; `joined` puts them together.
-"""
+"""Repositories of conversations, as the endpoints ask them: what this process has on record, or what all have on Redis."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import asyncio
 from typing import Any, Protocol
 
-from .report_log import Recorded, ReportLog, ReportLogs
+from ..identity.ids import fits
+from ..ledger.redis_link import LedgerUnavailable
+from .report_log import ReportLogs
+from .shared_reports import SharedReports
 
-_SUMS = ("turns", "prompt", "reused", "computed", "offered", "generated", "errors")
-_KNOWN = ("known_prompt", "known_cached")
-"""Of the turns that `hit_rate` is about; not shown."""
-_MOST_REPORTS = 100
+_LOOK_S = 0.05
+"""How often others are asked for a report that is waited for."""
 
 Shown = dict[str, Any]
 """A conversation as JSON types: `id`, `last_active`, `total`, and its `reports` where they were asked for."""
@@ -39,9 +36,6 @@ class OwnRecord:
     def __init__(self, logs: ReportLogs) -> None:
         self._logs = logs
 
-    def of(self, whose: str) -> ReportLog:
-        return self._logs.of(whose)
-
     async def listed(self, whose: str) -> list[Shown]:
         return [recorded.summary() for recorded in self._logs.of(whose).newest_first()]
 
@@ -50,49 +44,52 @@ class OwnRecord:
         if turn is not None and wait_s:
             await log.wait_for(conversation, turn, wait_s)
         recorded = log.get(conversation)
-        return None if recorded is None else whole(recorded, turn)
+        if recorded is None:
+            return None
+        reports = [report.to_dict() for report in recorded.reports if turn is None or report.turn == turn]
+        return {**recorded.summary(), "reports": reports}
 
     async def forget(self, whose: str, conversation: str) -> bool:
         return self._logs.of(whose).forget(conversation)
 
 
-def whole(recorded: Recorded, turn: int | None) -> Shown:
-    reports = [report.to_dict() for report in recorded.reports if turn is None or report.turn == turn]
-    return {**recorded.summary(), "reports": reports}
+class SharedRecord:
+    """What all replicas have on record; while the server that they share does not answer, what this process has."""
 
+    def __init__(self, logs: ReportLogs, shared: SharedReports) -> None:
+        self._logs = logs
+        self._own = OwnRecord(logs)
+        self._shared = shared
 
-def to_join(recorded: Recorded, turn: int | None = None, *, reports: bool) -> Shown:
-    """As `joined` takes it."""
-    shown = whole(recorded, turn) if reports else recorded.summary()
-    total = recorded.total
-    known = dict(zip(_KNOWN, (total.known_prompt, total.known_cached), strict=True))
-    return {**shown, "total": {**shown["total"], **known}}
+    async def listed(self, whose: str) -> list[Shown]:
+        try:
+            return await self._shared.listed(whose)
+        except LedgerUnavailable:
+            return await self._own.listed(whose)
 
+    async def shown(self, whose: str, conversation: str, turn: int | None, wait_s: float) -> Shown | None:
+        if not fits(conversation):
+            return None
+        clock = asyncio.get_running_loop().time
+        until, log = clock() + wait_s, self._logs.of(whose)
+        while True:
+            left_s = until - clock()
+            try:
+                shown = await self._shared.shown(whose, conversation, turn)
+            except LedgerUnavailable:
+                return await self._own.shown(whose, conversation, turn, max(0.0, left_s))
+            if turn is None or left_s <= 0 or (shown is not None and shown["reports"]):
+                return shown
+            if log.has(conversation, turn):
+                await asyncio.sleep(min(_LOOK_S, left_s))  # nobody has it any more
+            else:
+                await log.wait_for(conversation, turn, min(_LOOK_S, left_s))
 
-def joined(parts: Mapping[int, Shown]) -> Shown:
-    """One conversation by what each worker has on record of it; at least one has. Its reports say where the turns ran."""
-    of_each = list(parts.values())
-    shown = {
-        "id": of_each[0]["id"],
-        "last_active": max(one["last_active"] for one in of_each),
-        "total": _sum([one["total"] for one in of_each]),
-    }
-    if "reports" in of_each[0]:
-        reports = [{**report, "worker": worker} for worker, one in parts.items() for report in one["reports"]]
-        shown["reports"] = sorted(reports, key=lambda report: report["turn"])[-_MOST_REPORTS:]
-    return shown
-
-
-def _sum(totals: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    totals = list(totals)
-    total: dict[str, Any] = {name: sum(one[name] for one in totals) for name in _SUMS}
-    prompt, cached = (sum(one[name] for one in totals) for name in _KNOWN)
-    saved = [one["saved_ms"] for one in totals if one["saved_ms"] is not None]
-    total["hit_rate"] = cached / prompt if prompt else None
-    total["saved_ms"] = sum(saved) if saved else None
-    for name in ("routes", "reasons"):
-        counts: Counter[str] = Counter()
-        for one in totals:
-            counts.update(one[name])
-        total[name] = dict(counts)
-    return total
+    async def forget(self, whose: str, conversation: str) -> bool:
+        if not fits(conversation):
+            return False
+        here = self._logs.of(whose).forget(conversation)
+        try:
+            return await self._shared.forget(whose, conversation)
+        except LedgerUnavailable:
+            return here

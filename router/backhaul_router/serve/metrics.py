@@ -89,6 +89,10 @@ class RouterMetrics:
         self.registry.register(collector)
         return collector
 
+    def count_lost(self, lost: Callable[[], int]) -> None:
+        """Shows how many reports found no room on their way to the other replicas."""
+        self.registry.register(_LostReports(lost))
+
     def page(self, accept: str = "") -> tuple[bytes, str]:
         """The series as text, in the format that an `Accept` header asks for, and its content type."""
         encode, content_type = choose_encoder(accept)
@@ -246,6 +250,16 @@ class TurnCollector(Collector):
             for step in STEPS:
                 getattr(of_route, step).add_to(steps, (step, str(route)))
         return errors, steps, _total("read_bytes", "Bytes of KV that P read from D.", value=self._read_bytes)
+
+
+class _LostReports(Collector):
+    def __init__(self, lost: Callable[[], int]) -> None:
+        self._lost = lost
+
+    def collect(self) -> Iterator[Metric]:
+        yield _total(
+            "reports_lost", "Reports that other replicas do not have, after an outage of Redis.", value=self._lost()
+        )
 
 
 class RouterCollector(Collector):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..drive.router import Router
 from ..report import ReuseReport
+from .siblings import Siblings
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
     from .metrics import RouterCollector, RouterMetrics
 
 log = logging.getLogger("backhaul")
@@ -28,6 +28,8 @@ class MetricsPage:
 
     def __init__(self, router: Router, *, public: bool = True, audit_every_s: float = AUDIT_EVERY_S) -> None:
         self.public = public
+        self.siblings: Siblings | None = None
+        """The other workers of this server, whose series are shown too."""
         self._router = router
         self._audit_every_s = audit_every_s
         self._audits: asyncio.Task[None] | None = None
@@ -46,14 +48,31 @@ class MetricsPage:
         if not self._missing:
             self._metrics.record(report)
 
-    def page(self, accept: str, *, on_loopback: bool) -> Page:
+    async def page(self, accept: str, *, on_loopback: bool) -> Page:
         """The answer to a GET."""
-        return self.refusal(on_loopback=on_loopback) or (200, *self._metrics.page(accept))
+        if (refusal := self.refusal(on_loopback=on_loopback)) is not None:
+            return refusal
+        if self.siblings is None:
+            return 200, *self._metrics.page(accept)
+        from .worker_metrics import page
 
-    @property
-    def registry(self) -> CollectorRegistry | None:
-        """What the series are in; `None` without the extra."""
-        return None if self._missing else self._metrics.registry
+        of_workers = {self.siblings.number: await self._families(), **await self.siblings.ask("metrics")}
+        return 200, *page(accept, of_workers, await self.siblings.workers())
+
+    def show_with(self, siblings: Siblings) -> None:
+        """From now on the page of each shows those of all."""
+        self.siblings = siblings
+        siblings.does("metrics", self._families)
+
+    async def _families(self) -> list[Any]:
+        from .worker_metrics import families_of
+
+        return [] if self._missing else families_of(self._metrics.registry)
+
+    def count_lost(self, lost: Callable[[], int]) -> None:
+        """Shows how many reports were lost."""
+        if not self._missing:
+            self._metrics.count_lost(lost)
 
     def refusal(self, *, on_loopback: bool) -> Page | None:
         """The answer to a GET that gets no metrics."""

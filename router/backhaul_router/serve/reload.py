@@ -11,17 +11,19 @@ import asyncio
 import dataclasses
 import logging
 import ssl
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from ..config import RouterConfig
+from ..drive.router import Router
 from ..engines.tls import load_certificate
 from ..errors import ConfigError
 from ..fleet.engine import Role
+from .admin import Admin
+from .admission import Admission
+from .replicas import Wanted
 from .settings import SETTINGS, Setting, Settings
-
-if TYPE_CHECKING:
-    from .asgi import App
+from .tenants import Tenants
 
 log = logging.getLogger("backhaul")
 
@@ -39,6 +41,15 @@ _OF_TURNS = LIVE & {field.name for field in dataclasses.fields(RouterConfig)}
 _LOOK_S = 1.0
 
 
+class Application(Protocol):
+    """What follows the configuration."""
+
+    router: Router
+    admin: Admin
+    admission: Admission
+    tenants: Tenants
+
+
 @dataclasses.dataclass(frozen=True)
 class _Before:
     """An engine as it was before a reload added it."""
@@ -54,7 +65,7 @@ class Reload:
     """Of one application. `load` reads the configuration anew, and raises `ConfigError`."""
 
     def __init__(
-        self, app: App, settings: Settings, load: Callable[[], Settings], tls: ssl.SSLContext | None = None
+        self, app: Application, settings: Settings, load: Callable[[], Settings], tls: ssl.SSLContext | None = None
     ) -> None:
         self._app = app
         self._settings = settings
@@ -81,6 +92,8 @@ class Reload:
                     await self._take_back(engine)
                 raise
             self._apply(after)
+            for url, role in added.items():
+                self._correct(role, url, Wanted.IN)
             draining = [url for url in removed if await self._leave(url)]
             live = _live(before, after)
             changed = [one for one in SETTINGS if _value(before, one) != _value(after, one)]
@@ -92,11 +105,6 @@ class Reload:
             }
             log.info("the configuration was read again: %s", said)
             return said
-
-    @property
-    def leaving(self) -> Collection[str]:
-        """Engines that are taken out as soon as nothing is left to do there."""
-        return self._leaving.keys()
 
     async def aclose(self) -> None:
         """Gives up taking engines out."""
@@ -158,6 +166,7 @@ class Reload:
         """When nothing is left to do there; what is held there ends with its TTL."""
         router = self._app.router
         until = router.clock() + router.config.decoder_kv_blocks_ttl
+        engine = router.fleet.get(url)
         try:
             while not (await router.drain_engine(url)).done and router.clock() < until:
                 await asyncio.sleep(_LOOK_S)
@@ -168,6 +177,12 @@ class Reload:
             log.error("%s stays: %s", url, error)  # noqa: TRY400
         else:
             log.info("%s was taken out", url)
+            if engine is not None:
+                self._correct(engine.role, url, Wanted.OUT)
+
+    def _correct(self, role: Role, url: str, wanted: Wanted) -> None:
+        if self._app.admin.replicas is not None:
+            self._app.admin.replicas.correct(role, url, wanted)
 
 
 def in_force(before: Settings, after: Settings) -> Settings:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..report import ReuseReport
+
+MAX_CONVERSATIONS = 1_000
+MAX_REPORTS = 100
+"""Of each conversation."""
 
 
 @dataclass
@@ -56,6 +60,16 @@ class Total:
             self.known_prompt += report.prompt
             self.known_cached += report.cached
 
+    def sums(self) -> dict[str, Any]:
+        """What can be added up over conversations' parts, as JSON types."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {**known, "routes": dict(self.routes), "reasons": dict(self.reasons)}
+
+    @classmethod
+    def of_sums(cls, sums: Mapping[str, Any]) -> Total:
+        """As `sums` gave it, or several of them added up."""
+        return cls(**{**sums, "routes": Counter(sums.get("routes")), "reasons": Counter(sums.get("reasons"))})
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON types."""
         names = ("turns", "prompt", "reused", "computed", "offered", "generated", "errors", "hit_rate", "saved_ms")
@@ -82,7 +96,11 @@ class ReportLog:
     """Takes a router's reports (`Router(on_report=log.record)`). Belongs to one event loop."""
 
     def __init__(
-        self, *, max_conversations: int = 1_000, max_reports: int = 100, clock: Callable[[], float] = time.time
+        self,
+        *,
+        max_conversations: int = MAX_CONVERSATIONS,
+        max_reports: int = MAX_REPORTS,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._max_conversations = max_conversations
         self._max_reports = max_reports

@@ -1,4 +1,4 @@
-"""`/metrics` of all workers: a scrape reaches one of them, which asks the others.
+"""`/metrics` of all workers of a server: a scrape reaches one of them, which asks its siblings.
 
 Each worker's series have a label `worker`. They are not added up: a worker that is started anew counts from 0 again, which
 Prometheus makes good series by series, and would take for growth in a sum. Needs the extra `server`.
@@ -6,7 +6,7 @@ Prometheus makes good series by series, and would take for growth in a sum. Need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from .metrics import PREFIX
-from .worker_link import Worker
+from .siblings import Worker
 
 LABEL = "worker"
 
@@ -28,7 +28,7 @@ def families_of(registry: CollectorRegistry) -> list[Any]:
     ]
 
 
-def page(accept: str, of_workers: dict[int, list[Any]], workers: Sequence[Worker]) -> tuple[bytes, str]:
+def page(accept: str, of_workers: dict[int, list[Any]], workers: Iterable[Worker]) -> tuple[bytes, str]:
     """The text and its content type, of what `families_of` gave for each worker."""
     encode, content_type = choose_encoder(accept)
     return encode(cast("CollectorRegistry", _All(of_workers, workers))), content_type
@@ -37,7 +37,7 @@ def page(accept: str, of_workers: dict[int, list[Any]], workers: Sequence[Worker
 class _All(Collector):
     """All that an encoder wants of a registry."""
 
-    def __init__(self, of_workers: dict[int, list[Any]], workers: Sequence[Worker]) -> None:
+    def __init__(self, of_workers: dict[int, list[Any]], workers: Iterable[Worker]) -> None:
         self._of_workers = of_workers
         self._workers = workers
 
@@ -49,14 +49,11 @@ class _All(Collector):
                 for sample, labels, value in samples:
                     family.add_sample(sample, {**labels, LABEL: str(worker)}, value)
         yield from families.values()
-        yield from _of_team(self._workers, self._of_workers)
-
-
-def _of_team(workers: Iterable[Worker], answered: Iterable[int]) -> Iterator[Metric]:
-    shown = GaugeMetricFamily(f"{PREFIX}_worker_up", "1 for a worker whose series are here.", labels=[LABEL])
-    restarts = CounterMetricFamily(f"{PREFIX}_worker_restarts", "Times that it was started anew.", labels=[LABEL])
-    for one in workers:
-        shown.add_metric([str(one.worker)], int(one.worker in answered))
-        restarts.add_metric([str(one.worker)], one.restarts)
-    yield shown
-    yield restarts
+        up = GaugeMetricFamily(f"{PREFIX}_worker_up", "1 for a worker whose series are here.", labels=[LABEL])
+        restarts = CounterMetricFamily(f"{PREFIX}_worker_restarts", "Times that it was started anew.", labels=[LABEL])
+        for one in self._workers:
+            up.add_metric([str(one.worker)], int(one.worker in self._of_workers))
+            if one.restarts is not None:
+                restarts.add_metric([str(one.worker)], one.restarts)
+        yield up
+        yield restarts
