@@ -10,8 +10,7 @@ import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request
 from backhaul_router.errors import ConfigError
-from backhaul_router.identity.ids import MAX_ID_BYTES
-from backhaul_router.identity.response_ids import ResponseIds
+from backhaul_router.identity.ids import MAX_ID_BYTES, ResponseIds
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.serve.conversation_log import joined, to_join
 from backhaul_router.serve.reload import in_force

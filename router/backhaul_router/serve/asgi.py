@@ -34,7 +34,7 @@ import msgspec
 from ..config import RouterConfig
 from ..drive import logs
 from ..drive.router import Reply, Request, Router
-from ..drive.spans import Tracing
+from ..drive.run import Tracing
 from ..engines.client import EngineFailure
 from ..errors import ConfigError, LeaseError
 from ..identity.hints import MAX_PAUSE_S, checked_pause

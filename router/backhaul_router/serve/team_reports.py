@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..drive.router import Request
-from ..identity.ids import fits
-from ..identity.response_ids import ResponseIds
+from ..identity.ids import ResponseIds, fits
 from ..wire import Endpoint
 from .conversation_log import Shown, joined, to_join
 from .team import LIMIT_S, Team, said
