@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from backhaul import _remote
-from backhaul_router.identity.scope import ConversationScope, current, parent_of
+from backhaul_router.identity.ids import ConversationScope, current, parent_of
 from backhaul_router.report import ReuseReport
 
 from . import _threads

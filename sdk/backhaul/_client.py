@@ -12,7 +12,7 @@ from backhaul_router import urls
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
 from backhaul_router.identity.identify import FIELDS, HEADERS
-from backhaul_router.identity.scope import current
+from backhaul_router.identity.ids import current
 
 from . import _fast, _http, _remote
 from ._conversation import Conversation, Reuse, entered

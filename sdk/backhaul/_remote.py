@@ -26,11 +26,10 @@ from backhaul_router.drive.pauses import Paused
 from backhaul_router.errors import LeaseError
 from backhaul_router.identity import frameworks, hints
 from backhaul_router.identity.identify import FIELDS, HEADERS
-from backhaul_router.identity.scope import ConversationScope, current, parent_of
+from backhaul_router.identity.ids import ConversationScope, current, parent_of
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.wire.json_members import NULL
-from backhaul_router.wire.sse import data_of
-from backhaul_router.wire.stream import COMMENT
+from backhaul_router.wire.stream import COMMENT, data_of
 
 from ._totals import note, turns_are_heard
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from backhaul._options import SETTINGS
 from backhaul_langchain import ChatBackhaul
 from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
-from backhaul_router.identity.scope import current
+from backhaul_router.identity.ids import current
 from langchain_core.callbacks import AsyncCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.load import dumps, load
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage

@@ -11,15 +11,13 @@ from backhaul_protocol.account import Account, DecodeAccount, PrefillAccount
 from backhaul_protocol.leases import LeaseOperation, read_lease_answer
 from backhaul_protocol.messages import Ask
 from backhaul_router.report import Reason
-from backhaul_router.wire import connector_object
-from backhaul_router.wire.connector_object import Misunderstood, reason_of
+from backhaul_router.wire import handle
+from backhaul_router.wire.handle import Misunderstood, reason_of
 from core_values import encoded, says
 
 
 def test_what_is_meant_for_the_router_is_not_passed_on() -> None:
-    said = connector_object.read(
-        encoded(says(account={"prompt": 3, "why": "diverged"}, token_ids=[1, 2], more={"x": 1}))
-    )
+    said = handle.read_object(encoded(says(account={"prompt": 3, "why": "diverged"}, token_ids=[1, 2], more={"x": 1})))
     assert said.passed_on is not None
     assert json.loads(said.passed_on) == says(more={"x": 1})
     assert (said.digests, said.token_ids) == (True, (1, 2))
@@ -33,17 +31,17 @@ def test_what_is_meant_for_the_router_is_not_passed_on() -> None:
     "raw", [None, b"null", b"{}", b'{"version":2,"digests":"x"}', b'{"version":"1","digests":"x"}']
 )
 def test_other_versions_say_nothing(raw: bytes | None) -> None:
-    assert connector_object.read(raw) == connector_object.NOTHING
+    assert handle.read_object(raw) == handle.NOTHING
 
 
 @pytest.mark.parametrize("wrong", [{"account": 1}, {"digests": 5}, {"lease": {"ttl_s": "x"}}, {"token_ids": ["a"]}])
 def test_a_wrong_shape_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(msgspec.DecodeError):
-        connector_object.read(encoded({"version": 1} | wrong))
+        handle.read_object(encoded({"version": 1} | wrong))
 
 
 def test_a_plugin_without_the_connector_has_nothing_to_pass_on() -> None:
-    assert connector_object.read(b'{"version":1,"token_ids":[5]}').passed_on is None
+    assert handle.read_object(b'{"version":1,"token_ids":[5]}').passed_on is None
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,12 @@ def test_a_plugin_without_the_connector_has_nothing_to_pass_on() -> None:
     ],
 )
 def test_decode_is_asked(ask: Ask, sent: dict[str, Any]) -> None:
-    assert json.loads(bytes(connector_object.asking(ask))) == {"version": 1, **sent}
+    assert json.loads(bytes(handle.asking(ask))) == {"version": 1, **sent}
 
 
 def test_what_prefill_says_goes_beside() -> None:
     beside = b'{"version":1,"prompt_hash":"ab"}'
-    assert json.loads(bytes(connector_object.asking(Ask(retain=False), beside))) == {
+    assert json.loads(bytes(handle.asking(Ask(retain=False), beside))) == {
         "version": 1,
         "prompt_hash": "ab",
         "retain": False,
@@ -98,9 +96,7 @@ def test_an_engine_that_does_not_know_lease_operations_is_told_apart(body: dict[
 
 
 def test_a_word_of_another_release_is_kept_apart_and_the_rest_of_the_account_is_read() -> None:
-    account = connector_object.read(
-        encoded(says(account={"prompt": 3, "local": 2, "why": "a word of tomorrow"}))
-    ).account
+    account = handle.read_object(encoded(says(account={"prompt": 3, "local": 2, "why": "a word of tomorrow"}))).account
     assert account == Account(prompt=3, local=2, unknown_why="a word of tomorrow")
     assert reason_of(account) is Reason.READ_FAILED
 
@@ -108,10 +104,10 @@ def test_a_word_of_another_release_is_kept_apart_and_the_rest_of_the_account_is_
 @pytest.mark.parametrize("wrong", [{"why": 5}, {"why": ["expired"]}, {"why": "new", "pulled": "x"}, {"prompt": "3"}])
 def test_an_account_of_another_shape_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(Misunderstood):
-        connector_object.read(encoded(says(account=wrong)))
+        handle.read_object(encoded(says(account=wrong)))
 
 
 @pytest.mark.parametrize("account", [PrefillAccount(7, 6, 5, 4, 3, 2, 1.5, 0.5).to_dict(), DecodeAccount(7).to_dict(1)])
 def test_the_router_reads_all_that_an_engine_writes_of_itself(account: dict[str, Any]) -> None:
-    read = connector_object.read(encoded(says(account=account))).account
+    read = handle.read_object(encoded(says(account=account))).account
     assert {name: getattr(read, name) for name in account} == account

@@ -15,7 +15,7 @@ from backhaul import Reason, Route
 from backhaul_router.drive.embedded import make_async_transport, make_transport
 from backhaul_router.drive.pauses import Paused
 from backhaul_router.errors import LeaseError
-from backhaul_router.identity import scope
+from backhaul_router.identity.ids import current, parent_of
 from fake_router import FakeRouter, report
 
 URL = "http://anywhere/v1/chat/completions"
@@ -40,7 +40,7 @@ async def async_client(router: FakeRouter) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 def current_id() -> str | None:
-    conversation = scope.current.get()
+    conversation = current.get()
     return conversation and conversation.id
 
 
@@ -146,7 +146,7 @@ def test_a_fork_is_a_child_with_an_id_of_its_own() -> None:
 def test_the_router_is_told_of_the_parent(client: httpx2.Client, router: FakeRouter) -> None:
     with backhaul.conversation("outer"), backhaul.conversation("inner"):
         client.get(URL)
-    assert [scope.parent_of(request.scope) for request in router.requests] == ["outer"]
+    assert [parent_of(request.scope) for request in router.requests] == ["outer"]
 
 
 def test_a_total_can_take_children_in() -> None:

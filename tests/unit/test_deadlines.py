@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from backhaul_router.ledger.deadlines import CalendarQueue
+from backhaul_router.ledger.indexes import CalendarQueue
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from backhaul_router.ledger import digests
-from backhaul_router.ledger.histories import HistoryIndex
+from backhaul_router.ledger.indexes import HistoryIndex
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Held, Key, Taken
 from backhaul_router.report import Reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backhaul_router.identity.response_ids import ResponseIds
+from backhaul_router.identity.ids import ResponseIds
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Key, Taken

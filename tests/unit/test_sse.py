@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from backhaul_router.wire.sse import EventSplitter, data_of
+from backhaul_router.wire.stream import EventSplitter, data_of
 from hypothesis import given
 from hypothesis import strategies as st
 

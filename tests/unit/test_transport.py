@@ -20,7 +20,7 @@ import openai
 import pytest
 from backhaul_router.drive.embedded import make_async_transport, make_transport
 from backhaul_router.errors import ConfigError
-from backhaul_router.identity import scope
+from backhaul_router.identity.ids import current
 from backhaul_router.report import ReuseReport
 from fake_router import SSE, FakeReply, FakeRouter, event, never, replying, stalling_after
 
@@ -105,12 +105,12 @@ async def test_a_synchronous_client_works_inside_a_running_event_loop(module: Mo
 
 def test_the_scope_of_the_calling_code_goes_with_a_synchronous_request(module: ModuleType) -> None:
     router, conversation = FakeRouter(), Scope("c1")
-    token = scope.current.set(conversation)
+    token = current.set(conversation)
     try:
         with sync_client(module, router) as client:
             client.get(URL)
     finally:
-        scope.current.reset(token)
+        current.reset(token)
     assert router.requests[0].scope is conversation
     assert conversation.routers == [router]
     assert [report.conversation for report in conversation.reports] == ["c1"]
@@ -121,7 +121,7 @@ async def test_each_task_brings_its_own_scope(module: ModuleType) -> None:
     async with async_client(module, router) as client:
 
         async def call(name: str) -> None:
-            scope.current.set(Scope(name))
+            current.set(Scope(name))
             await client.get(URL + f"&name={name}")
 
         await asyncio.gather(*(call(name) for name in ("a", "b", "c")))
@@ -171,12 +171,12 @@ def test_the_head_and_the_first_chunks_arrive_while_the_answer_is_still_being_ma
 
 def test_a_closed_stream_is_aborted_before_close_returns(module: ModuleType) -> None:
     router, conversation = FakeRouter(stalling_after(b"one")), Scope("c1")
-    token = scope.current.set(conversation)
+    token = current.set(conversation)
     try:
         with sync_client(module, router) as client, client.stream("POST", URL) as answer:
             next(answer.iter_raw())
     finally:
-        scope.current.reset(token)
+        current.reset(token)
     assert router.replies[0].ended == "closed"
     assert [report.error for report in conversation.reports] == ["client_gone"]
 

@@ -33,7 +33,7 @@ from backhaul_router.turn.effects import (
     Took,
 )
 from backhaul_router.turn.states import Taking
-from backhaul_router.wire.connector_object import VOID
+from backhaul_router.wire.handle import VOID
 from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
     BODY,

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 import anyio
 
 from ..identity import frameworks, hints
-from ..identity.scope import ConversationScope, current
+from ..identity.ids import ConversationScope, current
 from . import background_loop
 from .router import Reply, Request, Router
 

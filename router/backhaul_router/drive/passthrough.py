@@ -14,8 +14,7 @@ from ..fleet.engine import Role
 from ..fleet.fleet import Fleet
 from ..turn.effects import Headers
 from ..wire import cache_salt
-from ..wire.sse import EventSplitter
-from ..wire.stream import cleaned
+from ..wire.stream import EventSplitter, cleaned
 from .request import Reply, Request, WholeReply, error_reply
 
 _FORWARDED_HEADERS = ("traceparent", "tracestate", "x-request-id")

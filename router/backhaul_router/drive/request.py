@@ -9,8 +9,7 @@ import msgspec
 
 from .. import wire
 from ..identity.hints import NO_HINTS, Hints
-from ..identity.ids import Identity
-from ..identity.scope import ConversationScope
+from ..identity.ids import ConversationScope, Identity
 from ..report import Route, View
 from ..turn.effects import Headers
 

@@ -14,14 +14,13 @@ from ..engines.audit import AuditLine, compare
 from ..engines.client import EngineClient
 from ..engines.http_client import HttpClient
 from ..engines.leases import EngineLeases
-from ..fleet import poison
+from ..fleet.breakers import MAX_DEATHS, POISON_WINDOW_S
 from ..fleet.engine import Engine, Role
 from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
 from ..identity.hints import REPORT_HEADER, HintError, checked_pause, read_hints
 from ..identity.identify import HEADERS, IdentityError, identify, with_parent
-from ..identity.ids import Identity
-from ..identity.scope import parent_of
+from ..identity.ids import Identity, parent_of
 from ..ledger import digests
 from ..ledger.protocol import Ledger, arrived
 from ..ledger.records import Key
@@ -33,9 +32,8 @@ from .membership import Draining, Membership
 from .passthrough import POST, engine_headers, is_passed_through, pass_through
 from .pauses import Paused
 from .request import Reply, Request, WholeReply, error_reply
-from .run import Run
+from .run import NO_SPANS, Run, Tracing
 from .services import Services
-from .spans import NO_SPANS, Tracing
 
 log = logging.getLogger("backhaul")
 
@@ -203,7 +201,7 @@ class Router:
         now = services.clock()
         services.do_chores(now)
         chain = digests.chain(facts.parts)
-        if (deaths := services.poison_list.deaths(chain, now)) >= poison.MOST:
+        if (deaths := services.poison_list.deaths(chain, now)) >= MAX_DEATHS:
             return self._withheld(path)
         if identity is None or identity.by_history:
             identity = await self._by_history(facts, chain, identity, request.tenant)
@@ -220,8 +218,8 @@ class Router:
     def _withheld(self, path: str) -> WholeReply:
         self.fleet.counters.withheld += 1
         message = (
-            f"this request was on {poison.MOST} engines when their connections broke, and may be why: "
-            f"it is not sent to another one for {poison.WINDOW_S:g} s"
+            f"this request was on {MAX_DEATHS} engines when their connections broke, and may be why: "
+            f"it is not sent to another one for {POISON_WINDOW_S:g} s"
         )
         log.warning("%s: %s", path, message)
         return error_reply(path, 502, message, code="breaks_engines")

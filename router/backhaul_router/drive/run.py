@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import assert_never
+from typing import Final, Protocol, assert_never
 
 from ..engines.client import Detached, EngineCall, EngineFailure, EngineStream
 from ..errors import FailureKind, Leg
 from ..fleet.breakers import FailedRequest
 from ..fleet.engine import Engine
-from ..identity.scope import ConversationScope
+from ..identity.ids import ConversationScope
 from ..ledger.records import Taken
 from ..report import ReuseReport
 from ..turn.effects import (
@@ -40,10 +40,39 @@ from ..turn.effects import (
 )
 from ..turn.states import Collecting, Decoding, Prefilling, Relaying, begin
 from ..turn.turn import Turn
-from .late_answers import read_late_answer
 from .request import Reply
-from .services import Services
-from .spans import NO_SPANS, Spans
+from .services import Services, read_late_answer
+
+
+class Spans:
+    """Spans of one turn; these are the null object, of a turn that nobody traces. Its calls to engines follow each other: each
+    ends when the next begins, or the turn ends."""
+
+    def begin(self, leg: Leg, engine: Engine, headers: dict[str, str]) -> None:
+        """An engine is about to be called. The client's trace context in `headers` is replaced by that of the call's span."""
+
+    def answered(self, status: int) -> None:
+        """It has; for the decode leg, its head is there."""
+
+    def failed(self, failure: EngineFailure) -> None:
+        """It has not, or broke off."""
+
+    def end(self, report: ReuseReport) -> None:
+        """The turn is over."""
+
+
+class Tracing(Protocol):
+    """Tracer: begins spans."""
+
+    def begin(self, turn: Turn, headers: Mapping[str, str]) -> Spans:
+        """A turn begins. `headers` are the client's, names in lower case."""
+
+    def shutdown(self) -> None:
+        """Hands on what is left, which can take seconds. Only where the spans' way out belongs to the router."""
+
+
+NO_SPANS: Final = Spans()
+
 
 log = logging.getLogger("backhaul")
 

@@ -6,25 +6,31 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, assert_never
+from typing import Any, Final, Protocol, assert_never
 
+import msgspec
+
+from .. import wire
 from ..config import RouterConfig
-from ..engines.client import EngineClient
+from ..engines.client import EngineClient, EngineFailure, EngineStream
+from ..engines.describe import process_began
 from ..engines.leases import Leases
 from ..engines.load_polling import LoadPolling
 from ..engines.pair_checks import PairChecks
 from ..engines.recovery import RecoveryProbes
 from ..engines.retention_polling import poll_retention
-from ..fleet.engine import Engine
+from ..fleet.breakers import PoisonList
+from ..fleet.engine import Engine, Role
 from ..fleet.fleet import Fleet
-from ..fleet.poison import PoisonList
+from ..fleet.restarts import ProcessMatch
 from ..fleet.retention import Cause, Retention
-from ..identity.scope import ConversationScope
-from ..ledger.protocol import open_ledger, open_responses
+from ..identity.ids import ConversationScope
+from ..ledger.protocol import arrived, open_ledger, open_responses
 from ..ledger.records import Branch, Held
 from ..report import Reason, ReuseReport
 from ..turn.effects import (
     Action,
+    Actions,
     DropEngine,
     EndLease,
     GiveBack,
@@ -36,11 +42,91 @@ from ..turn.effects import (
     Send,
     Settle,
 )
-from .handles import Handles
-from .restart_fence import RestartFence
-from .write_behind import PendingWrite
+from .handles import Handles, PendingWrite
+
+
+class RestartFence:
+    """Fence by when an engine's process began, which its `/metrics` say (`fleet.restarts` has the rules)."""
+
+    def __init__(self, client: EngineClient, fleet: Fleet, handles: Handles) -> None:
+        self._client = client
+        self._fleet = fleet
+        self._handles = handles
+
+    async def is_same(self, decode: str, engine_id: str) -> bool:
+        """Whether D is the process that made a handle, by the engine id in it. Drops what is on file where D is seen to be
+        another one. Returns `False` where it is not to be known."""
+        restarts = self._fleet.restarts
+        if not restarts.in_doubt(decode, engine_id):
+            return True
+        restarts.warn_of_fixed(decode, engine_id)
+        fence = restarts.fence(decode)
+        began = await process_began(self._client, decode)
+        matched = restarts.match(decode, began, engine_id)
+        if matched is ProcessMatch.SAME:
+            restarts.confirmed(decode, fence)
+        elif matched is ProcessMatch.ANOTHER and began is not None:
+            await self._void(decode, began, engine_id)
+        else:
+            restarts.showed(decode, began)
+            return False
+        return True
+
+    async def described(self, engine: Engine) -> None:
+        """An engine has been described again: what is on file there is void unless it is the process that made it."""
+        began = engine.started_at
+        if engine.role is Role.DECODE and began is not None and began != self._fleet.restarts.began(engine.url):
+            await self._void(engine.url, began)
+
+    async def _void(self, decode: str, began: float, engine_id: str = "") -> None:
+        """Drops what D's process before the one that `began` then has made. It is gone with that process; where nobody knew when
+        that one began, it may be the same, and what it holds is released."""
+        fleet, handles = self._fleet, self._handles
+        known = fleet.restarts.is_known(decode)
+        fleet.restarts.void(decode)  # until all is dropped, the doubt stays
+        for made_by in filter(None, {fleet.restarts.engine_id(decode), wire.process_of(engine_id)}):
+            dropped = await arrived(handles.ledger.drop_engine(decode, made_by))
+            if known:
+                handles.void(decode, dropped)
+            else:
+                handles.drop(dropped, why=Cause.UNUSABLE)
+        fleet.restarts.replaced(decode, began)
+
 
 log = logging.getLogger("backhaul")
+
+_LIMIT_S: Final = 0.25
+"""For what an engine has said by the time that it is told. It closes the connection at once then; a proxy may not."""
+
+
+class TakesLateAnswer(Protocol):
+    """State of a turn whose engine may answer with a handle."""
+
+    def overheard(self, status: int, content_type: str, data: bytes, *, whole: bool) -> Actions:
+        """What frees the blocks that the engine keeps, by the rest of its answer (`whole`: up to its end). Raises
+        `wire.MalformedBody` or `msgspec.DecodeError`."""
+
+
+async def read_late_answer(state: TakesLateAnswer, stream: EngineStream, perform: Callable[[Action], None]) -> None:
+    """Ends an exchange that has been left. `state` knows of what was read of it."""
+    data: list[bytes] = []
+    whole = False
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            async for chunk in stream:
+                data.append(chunk)  # noqa: PERF401 - they are needed when it ends early
+        whole = True
+    except (TimeoutError, EngineFailure) as end:
+        log.debug("an engine's answer to a client that has left was cut off: %r", end)
+    finally:
+        await stream.aclose()
+    try:
+        content_type = stream.headers.get("content-type", "")
+        for action in state.overheard(stream.status, content_type, b"".join(data), whole=whole):
+            perform(action)
+    except (wire.MalformedBody, msgspec.DecodeError) as error:
+        log.info("an engine's answer to a client that has left cannot be read: %s", error)
+
 
 _CHORES_S = 0.05
 """By so much later than it is due something may be dropped or asked."""

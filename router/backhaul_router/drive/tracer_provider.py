@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .spans import Tracing
+from .run import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

@@ -30,7 +30,7 @@ from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
 from ..report import ReuseReport
 from ..turn.turn import Turn
-from .spans import NO_SPANS, Spans
+from .run import NO_SPANS, Spans
 
 log = logging.getLogger("backhaul")
 

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..fleet.accounts import Baseline
-from ..fleet.engine import Engine
+from ..fleet.engine import Baseline, Engine
 from ..fleet.fleet import Fleet
 from ..wire.engine_metrics import AUDITED, connector_counters, page_of, start_of
 from .client import EngineCall, EngineClient, EngineFailure

@@ -21,8 +21,7 @@ from urllib.parse import quote
 from .. import engine_key, ranks, urls
 from ..errors import FailureKind
 from .client import EngineAnswer, EngineCall, EngineFailure
-from .http_connection import Connection, Connections, reason_of
-from .http_stream import HttpStream, Target
+from .http_connection import Connection, Connections, HttpStream, Target, reason_of
 from .tls import client_context
 
 _HAPPY_EYEBALLS_S: Final = 0.25

@@ -27,7 +27,7 @@ from .. import wire
 from ..errors import FailureKind
 from ..fleet.engine import Engine
 from ..fleet.restarts import is_fixed
-from ..wire.connector_object import asking, keeps_waiting
+from ..wire.handle import asking, keeps_waiting
 from .client import EngineCall, EngineClient, EngineFailure
 
 _RELEASE_TIMEOUT_S = 5.0

@@ -10,15 +10,10 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 
 from ..errors import FailureKind, Leg
-from .accounts import Accounts
 from .breakers import Breakers, BreakerState, EngineLeg, FailedRequest
-from .capabilities import Capabilities
 from .costs import Costs
-from .counters import Counters
-from .engine import Engine, Holder, Role, check_fit
+from .engine import Accounts, Capabilities, Counters, Engine, Holder, PairTable, ReleaseQueue, Role, check_fit
 from .load import Load
-from .pairs import PairTable
-from .release_queue import ReleaseQueue
 from .restarts import Restarts
 from .retention import Reserved, Retention
 

@@ -10,8 +10,7 @@ from typing import Final
 import msgspec
 
 from . import agent_headers
-from .ids import MAX_ID_BYTES, Identity, fits
-from .response_ids import ResponseIds
+from .ids import MAX_ID_BYTES, Identity, ResponseIds, fits
 
 HEADERS = ("x-conversation-id", "x-session-id")
 PARENT_HEADER = "x-backhaul-parent"

@@ -27,9 +27,7 @@ import msgspec
 from ..report import Reason
 from ..wire import process_of
 from . import digests
-from .conversations import Conversation, Conversations
-from .deadlines import CalendarQueue
-from .histories import HistoryIndex
+from .indexes import CalendarQueue, Conversation, Conversations, HistoryIndex
 from .records import INSTRUCTIONS, UNOPENED, Branch, Held, Key, Taken
 
 _OPENING = 2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..config import RouterConfig
-from ..identity.response_ids import ResponseIds
+from ..identity.ids import ResponseIds
 from ..report import Reason
 from .memory import MemoryLedger
 from .records import Branch, Held, Key, Taken

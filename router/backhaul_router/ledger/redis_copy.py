@@ -13,7 +13,7 @@ import msgspec
 
 from ..report import Reason
 from . import digests
-from .conversations import Conversation
+from .indexes import Conversation
 from .memory import MemoryLedger
 from .records import Branch, Held, Key, Taken
 from .redis_records import (

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from .deadlines import CalendarQueue
+from .indexes import CalendarQueue
 from .records import Held, Key
 from .redis_link import LedgerUnavailable
 from .redis_records import Name

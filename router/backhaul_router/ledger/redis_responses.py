@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ..identity.ids import fits
-from ..identity.response_ids import ResponseIds
+from ..identity.ids import ResponseIds, fits
 from .redis_link import LedgerUnavailable, RedisLink
 from .redis_outbox import Outbox
 from .redis_records import SHARED_FOR_S, Keys

@@ -29,7 +29,7 @@ import msgspec
 from ..config import RouterConfig
 from ..drive import logs
 from ..drive.router import Router
-from ..drive.spans import Tracing
+from ..drive.run import Tracing
 from ..errors import ConfigError
 from ..report import ReuseReport
 from .access import Refusal, admit, refusal_of_head, refusal_of_key, refusal_of_turn

@@ -12,7 +12,7 @@ import threading
 from typing import Final
 
 from .. import urls
-from ..drive.spans import Tracing
+from ..drive.run import Tracing
 from ..errors import ConfigError
 
 log = logging.getLogger("backhaul")

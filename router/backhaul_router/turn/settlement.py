@@ -7,19 +7,37 @@ in the ledger."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 from backhaul_protocol.messages import Ask
 
 from .. import wire
+from ..errors import FailureKind, Leg
+from ..fleet.breakers import MAX_DEATHS
 from ..fleet.engine import Engine, Holder, Role
 from ..identity.hints import longest_pause_s, why_not_kept
 from ..ledger import digests
 from ..ledger.records import Branch, Held
 from ..report import Reason, Route
 from ..wire.exact_history import TokenHistory
-from .effects import Actions, DropEngine, EndLease, GiveBack, Lost, NoteResponse, Release, Settle
+from .accounting import record
+from .effects import (
+    Actions,
+    Done,
+    DropEngine,
+    EndLease,
+    GiveBack,
+    Headers,
+    Lost,
+    NoteResponse,
+    Release,
+    Respond,
+    Send,
+    Settle,
+    Step,
+)
 from .placement import Placement
 from .turn import Turn
 
@@ -285,3 +303,82 @@ def _exact(turn: Turn, generated: tuple[int, ...] | None) -> TokenHistory | None
     if turn.said is None or turn.token_ids is None or not generated:
         return None
     return TokenHistory.of(turn.token_ids, generated, turn.said, wire.rendering(turn.facts))
+
+
+_PASSED_HEADERS: Final = ("content-type", "retry-after", "retry-after-ms", "x-request-id", "cache-control")
+
+
+def given_up(turn: Turn, placement: Placement | None, now: float) -> Actions:
+    """The client has left without an answer: what is on record is put right, and the report."""
+    return (*unfinished(turn), record(turn, placement, now, error="client_gone"))
+
+
+def refuse(
+    turn: Turn,
+    placement: Placement | None,
+    status: int,
+    message: str,
+    leg: Leg,
+    now: float,
+    rest: Actions = (),
+    *,
+    unread: bool = False,
+) -> Step:
+    """An error of ours, in OpenAI's shape. The client is told to send the request again only if no engine read it."""
+    code = f"{leg}_timeout" if status == 504 else f"{leg}_failed"
+    body = turn.facts.api.error(message, type_="server_error", code=code)
+    headers = (("content-type", "application/json"), ("x-should-retry", "true" if unread else "false"))
+    report = record(turn, placement, now, status=status, error=code)
+    return Done(), (*rest, *unfinished(turn), report, Respond(status, headers), Send(body))
+
+
+def pass_on(
+    turn: Turn,
+    placement: Placement,
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    now: float,
+    rest: Actions = (),
+) -> Step:
+    """An engine's own error, as it is; unless it quotes a handle."""
+    if wire.quotes_handle(body):
+        message = "the engine rejected the request"
+        body = turn.facts.api.error(message, type_="invalid_request_error", code="rejected")
+    report = record(turn, placement, now, status=status, error=f"status_{status}")
+    return Done(), (*rest, *unfinished(turn), report, Respond(status, head(turn, placement, headers)), Send(body))
+
+
+def head(turn: Turn, placement: Placement, upstream: Mapping[str, str]) -> Headers:
+    """The head of the answer: what of the engine's concerns the client, and the route."""
+    headers = [(name, upstream[name]) for name in _PASSED_HEADERS if name in upstream]
+    if turn.identity is not None:
+        headers += [("x-backhaul-route", str(placement.route)), ("x-backhaul-turn", str(turn.draft.turn))]
+        if placement.reason:
+            headers.append(("x-backhaul-reason", str(placement.reason)))
+    return headers
+
+
+def another(turn: Turn, failed: Engine, kind: FailureKind) -> Engine | None:
+    """The engine to try after one that failed: where nobody read it, or, once, after an error, a broken connection or a
+    prefill that took too long."""
+    again = kind is FailureKind.ERROR or (kind is FailureKind.TIMEOUT and failed.role is Role.PREFILL)
+    if (again or (kind is FailureKind.BROKEN and outlives(turn))) and failed.role not in turn.erred:
+        turn.erred |= {failed.role}
+    elif kind is not FailureKind.REFUSED:
+        return None
+    return turn.fleet.pick(failed.role, None, turn.failed_on | {failed.url})
+
+
+def outlives(turn: Turn) -> bool:
+    """Whether the request may go out again after a connection broke: one engine may have died of it, and no second one."""
+    turn.deaths += 1
+    return turn.deaths < MAX_DEATHS
+
+
+def is_misplaced(turn: Turn, engine: Engine, body: bytes, now: float) -> bool:
+    """Whether an engine's 404 is about a model that it served when it was asked what it is."""
+    misplaced = turn.facts.model in engine.models and wire.disowns_model(body)
+    if misplaced:
+        turn.fleet.note_other_model(engine, turn.facts.model, now)
+    return misplaced

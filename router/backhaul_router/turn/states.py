@@ -38,10 +38,11 @@ from ..fleet.engine import Engine, Holder, Role
 from ..ledger import digests
 from ..ledger.records import Held, Taken
 from ..report import Proof, Reason, Route
-from ..wire.connector_object import keeps_waiting
 from ..wire.exact_history import AnswerAccumulator, content_of_answer
+from ..wire.handle import keeps_waiting
 from ..wire.stream import StreamFilter
-from . import accounting, proof, retries, settlement
+from . import accounting, settlement
+from .accounting import continued, diverged_at, ids_that_ran, rendered, rewrites_answer
 from .effects import (
     Actions,
     Answered,
@@ -65,8 +66,8 @@ from .effects import (
     Took,
     UnexpectedEvent,
 )
-from .endings import given_up, head, pass_on, refuse
 from .placement import NoEngine, Picks, Placement, Prompt, needs_ids, pick_engines, place
+from .settlement import given_up, head, pass_on, refuse
 from .turn import Turn
 
 _STREAM: Final = "text/event-stream"
@@ -111,7 +112,7 @@ def _took(turn: Turn, taken: Taken, now: float) -> Step:
     """The ledger has answered."""
     turn.draft.turn = taken.turn
     turn.draft.on_record = _on_record(turn, taken)
-    proof.diverged_at(turn, taken.diverged_at)
+    diverged_at(turn, taken.diverged_at)
     if not turn.config.reuse:
         taken = msgspec.structs.replace(taken, reason=Reason.REUSE_OFF)
     state, actions = _go_on(turn, taken, now)
@@ -157,7 +158,7 @@ def _render(turn: Turn, now: float) -> Step:
     if facts.unproven or fleet.capabilities.ignores_ids or not is_base:  # an adapter's weights can be re-pointed unseen
         engines = []
     if engines and facts.prompt_ids is not None:
-        proof.rendered(turn, facts.prompt_ids, engines[0])
+        rendered(turn, facts.prompt_ids, engines[0])
         return route_turn(turn, now)
     by_tokenize = None if all(engine.renders for engine in engines) else wire.tokenize_body(facts)
     engines = [engine for engine in engines if engine.renders or by_tokenize is not None]
@@ -191,14 +192,14 @@ class Rendering(msgspec.Struct, frozen=True):
                 token_ids = wire.read_rendered(body)
                 if token_ids is None:
                     turn.no_proof = True
-                elif engine.renders and proof.rewrites_answer(turn, token_ids):
+                elif engine.renders and rewrites_answer(turn, token_ids):
                     return Closing(turn, engine, token_ids, now), ()
                 else:
-                    proof.rendered(turn, token_ids, engine)
+                    rendered(turn, token_ids, engine)
                 return route_turn(turn, now)
             case Answered(400 | 413 | 422):
                 return _leave_to_decode(turn, Reason.NO_PROOF, now)
-            case Failed(FailureKind.BROKEN, message) if not retries.outlives(turn):
+            case Failed(FailureKind.BROKEN, message) if not settlement.outlives(turn):
                 return refuse(turn, None, 502, message, Leg.RENDER, now)
             case Answered() | Failed():
                 if len(self.engines) > 1:
@@ -235,12 +236,12 @@ class Closing(msgspec.Struct, frozen=True):
             case Answered(status, _, body):
                 turn.draft.render_ms = (turn.draft.render_ms or 0.0) + (now - self.since) * 1e3
                 closed = wire.read_rendered(body) if status == 200 else None
-                proof.continued(turn, self.token_ids, closed or (), self.engine)
+                continued(turn, self.token_ids, closed or (), self.engine)
                 return route_turn(turn, now)
-            case Failed(FailureKind.BROKEN, message) if not retries.outlives(turn):
+            case Failed(FailureKind.BROKEN, message) if not settlement.outlives(turn):
                 return refuse(turn, None, 502, message, Leg.RENDER, now)
             case Failed():
-                proof.continued(turn, self.token_ids, (), self.engine)
+                continued(turn, self.token_ids, (), self.engine)
                 return route_turn(turn, now)
             case Took() | Checked() | Opened() | Chunk() | Ended():
                 raise UnexpectedEvent(self, event)
@@ -369,7 +370,7 @@ class Prefilling(msgspec.Struct, frozen=True):
         match event:
             case Answered(200, _, body):
                 return self._answered(body, now)
-            case Answered(404, _, body) if retries.is_misplaced(turn, self.engine, body, now):
+            case Answered(404, _, body) if settlement.is_misplaced(turn, self.engine, body, now):
                 return self._failed(FailureKind.REFUSED, f"{self.engine}: {wire.error_message(body)}", now)
             case Answered(400 | 404 | 413 | 422):
                 # Rejected before admission, so the handle was not read. What the client gets is D's word on its own body.
@@ -451,7 +452,7 @@ class Prefilling(msgspec.Struct, frozen=True):
             if kind is not FailureKind.BROKEN:
                 turn.draft.retries += 1
                 return Prefilling(turn, self.placement.gone_cold(Reason.READ_FAILED), self.engine, now), rest
-        if (other := retries.another(turn, self.engine, kind)) is not None:
+        if (other := settlement.another(turn, self.engine, kind)) is not None:
             turn.failed_on |= {self.engine.url}
             turn.draft.retries += 1
             if self.warm:  # the other may not check handles, or not be able to read this one
@@ -557,7 +558,7 @@ class Decoding(msgspec.Struct, frozen=True):
     def failed(self, kind: FailureKind, message: str, now: float) -> Step:
         """D did not answer, or with an error, and the client has seen nothing yet."""
         turn, placement = self.turn, self.placement
-        other = retries.another(turn, placement.decode, kind)
+        other = settlement.another(turn, placement.decode, kind)
         if other is None:
             status = 504 if kind is FailureKind.TIMEOUT else 502
             unread = kind is FailureKind.REFUSED
@@ -635,7 +636,7 @@ class Collecting(msgspec.Struct, frozen=True):
         try:
             answer = wire.read_answer(turn.facts.api, body, ids=self.before.ids_back or turn.facts.wants_token_ids)
             accounting.count_account(turn, placement.decode, answer.params.account, self.before.prefilled)
-            ran = proof.ids_that_ran(turn, answer.ran)
+            ran = ids_that_ran(turn, answer.ran)
             accounting.count_answer(turn, placement, answer.usage)
             turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts.api, answer.members, shows_ids=turn.facts.wants_token_ids)
@@ -653,7 +654,7 @@ class Collecting(msgspec.Struct, frozen=True):
     def _error(self, body: bytes, now: float) -> Step:
         before = self.before
         turn, placement = before.turn, before.placement
-        misplaced = self.status == 404 and retries.is_misplaced(turn, placement.decode, body, now)
+        misplaced = self.status == 404 and settlement.is_misplaced(turn, placement.decode, body, now)
         if self.status in (429, 503) or (self.status < 500 and not misplaced):
             return pass_on(turn, placement, self.status, self.headers, body, now, before.release())
         message = f"{placement.decode} answered {self.status}: {wire.error_message(body)}"
@@ -726,7 +727,7 @@ class Relaying(msgspec.Struct, frozen=True):
 
     def _settled(self, now: float) -> Actions:
         turn, stream = self.before.turn, self.stream
-        ran = proof.ids_that_ran(turn, stream.ran)
+        ran = ids_that_ran(turn, stream.ran)
         return settlement.settle(turn, self.before.placement, stream.handle, stream.generated, ran, now)
 
     def _broke(self, kind: FailureKind, message: str, now: float) -> Step:

@@ -4,10 +4,23 @@ what never leaves. No state, no I/O."""
 from .answer import client_answer, disowns_model, error_message, no_handle_in, read_answer, read_ids, read_left
 from .handle import Handle, cut_handle, no_handle, process_of, quotes_handle, read_params, whole_handle
 from .json_members import FORBIDDEN, HANDLE, MalformedBody, Members, join, passed_body, split, without_handles
-from .legs import decode_body, encode_ids, prefill_body, release_body
-from .render import closed_body, read_rendered, render_body, rendering, stop_tokens, tokenize_body
-from .request import Endpoint, Facts, api_of, read_request
-from .usage import Usage, noted, read_usage
+from .request import (
+    Endpoint,
+    Facts,
+    api_of,
+    closed_body,
+    decode_body,
+    encode_ids,
+    prefill_body,
+    read_rendered,
+    read_request,
+    release_body,
+    render_body,
+    rendering,
+    stop_tokens,
+    tokenize_body,
+)
+from .stream import Usage, noted, read_usage
 
 __all__ = [
     "FORBIDDEN",

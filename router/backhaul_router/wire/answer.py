@@ -8,7 +8,7 @@ from msgspec import Raw
 from .endpoint import NO_IDS, Api, usage_of
 from .handle import Params, no_handle, quotes_handle, read_params
 from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, decode_any, split, value_of
-from .usage import Usage
+from .stream import Usage
 
 read_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 

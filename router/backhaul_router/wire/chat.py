@@ -11,8 +11,7 @@ from msgspec import Raw
 
 from .endpoint import BOOL, INT, NO_IDS, OBJECT, TEXT, Api, History, Types
 from .json_members import NULL, Members, decode_any, decode_list, decode_members, encode
-from .stream import Listeners, StreamFilter
-from .usage import Usage
+from .stream import Listeners, StreamFilter, Usage
 
 OPENAI_TYPES: Final[Types] = {
     "model": TEXT,

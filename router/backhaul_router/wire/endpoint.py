@@ -15,8 +15,7 @@ from msgspec import Raw
 
 from ..errors import error_body, error_event
 from .json_members import NULL, Members
-from .stream import Listeners, StreamFilter
-from .usage import Usage
+from .stream import Listeners, StreamFilter, Usage
 
 BOOL: Final = (bool, type(None))
 INT: Final = (int, type(None))

@@ -10,8 +10,7 @@ from msgspec import Raw
 
 from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types, usage_of
 from .json_members import FORBIDDEN, NULL, Members, decode_list, encode, join
-from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
-from .usage import Details, Usage
+from .stream import Details, Listeners, NamedEvents, StreamFilter, Usage, UsageEvent, cleaned, head_of
 
 _BILLING: Final = "x-anthropic-billing-header"
 """A line that Claude Code changes with every request; the engine drops a text that begins with it."""

@@ -11,8 +11,7 @@ from msgspec import Raw
 from .answer import client_answer, read_answer
 from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types
 from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, split
-from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
-from .usage import Details, Usage
+from .stream import Details, Listeners, NamedEvents, StreamFilter, Usage, UsageEvent, cleaned, head_of
 
 _TEXT_ITEMS: Final = frozenset(
     {"message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"}

@@ -8,15 +8,108 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import msgspec
+from backhaul_protocol import KEY
 from backhaul_protocol.account import Account
 from msgspec import Raw
 
 from ..errors import error_event
 from .exact_history import AnswerAccumulator, AnswerContent
 from .handle import Handle, quotes_handle, read_params
-from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, join, split, without_handles
-from .sse import EventSplitter, data_of
-from .usage import Usage, noted, read_usage
+from .json_members import (
+    FORBIDDEN,
+    HANDLE,
+    NULL,
+    MalformedBody,
+    Members,
+    decode_members,
+    encode,
+    join,
+    put_last,
+    split,
+    without_handles,
+)
+
+_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_OVERLAP = 3
+"""A terminator of four bytes can straddle two pieces with at most three of them in the first."""
+
+
+class EventSplitter:
+    """Incremental splitter: cuts a byte stream, split anywhere, into whole events, each with its terminator."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completes. Linear in the bytes fed, however small the pieces."""
+        scan_from = max(0, len(self._pending) - _OVERLAP)
+        self._pending += data
+        events = []
+        start = 0
+        for end in _END.finditer(self._pending, scan_from):
+            events.append(bytes(self._pending[start : end.end()]))
+            start = end.end()
+        if start:
+            del self._pending[:start]
+        return events
+
+    def rest(self) -> bytes:
+        """Takes out the bytes of an event that never ended."""
+        rest = bytes(self._pending)
+        self._pending.clear()
+        return rest
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The payload of an event's `data:` lines, or `None` for comments and other fields."""
+    if event.startswith(b"data:") and event.count(b"\n", 0, -2) == 0 and b"\r" not in event:
+        return event[5:].strip()
+    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+class Details(msgspec.Struct):
+    """Of the prompt's tokens, those that were found in a cache."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts as an engine reports them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: Details | None = None
+
+    @property
+    def cached(self) -> int | None:
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+
+_decode_usage = msgspec.json.Decoder(Usage | None).decode
+_NAMES_US: Final = f'"{KEY}"'.encode()
+
+
+def read_usage(raw: Raw | bytes | None) -> Usage | None:
+    """`usage` of chat and completions. Raises `msgspec.DecodeError`."""
+    return None if raw is None else _decode_usage(raw)
+
+
+def noted(members: Members, note: bytes | None) -> Members:
+    """An answer, or an event, with our note (JSON) in its `usage`, where it has one."""
+    if note is None or "usage" not in members:
+        return members
+    return {**members, "usage": Raw(_with_note(members["usage"], note))}
+
+
+def _with_note(usage: Raw | bytes, note: bytes) -> bytes:
+    """`usage` with our account of the turn under `backhaul`; anything else in it stays as it is."""
+    if bytes(usage) == b"null":
+        return bytes(usage)
+    if b'"' not in bytes(usage) or _NAMES_US in bytes(usage):
+        return encode({**decode_members(usage), KEY: Raw(note)})
+    return put_last(bytes(usage), KEY, note)
+
 
 UsageCallback = Callable[[Usage | None], None]
 """Told the usage when it comes."""
