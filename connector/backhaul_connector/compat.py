@@ -1,4 +1,4 @@
-"""Whether the installed vLLM is one that the connector can be trusted with, checked when an engine starts.
+"""Fail-fast compatibility check: whether the installed vLLM is one that the connector can be trusted with, when an engine starts.
 
 The connector subclasses classes of vLLM that are no public interface. Everything it relies on is named here, so that
 another vLLM is refused at start, with the name of what is missing, and not found out by a request.
@@ -130,19 +130,30 @@ NEEDS: tuple[Need, ...] = (
     *_methods("vllm.v1.kv_cache_interface", "SlidingWindowSpec", extra_retained_tokens=()),
 )
 
+SINCE_033: tuple[Need, ...] = (
+    # Without it in D's handles, P would read what D's memory held before D slept.
+    *_attributes(f"{NIXL}.pull_scheduler", "NixlPullConnectorScheduler", "_registration_generation"),
+)
+
+
+def missing(release: tuple[int, int]) -> list[str]:
+    """Names of what the installed vLLM, of this release, lacks."""
+    needs = NEEDS if release < (0, 33) else NEEDS + SINCE_033
+    return [name for need in needs if (name := need.missing()) is not None]
+
 
 def check() -> None:
     """Raises `IncompatibleEngine` where vLLM is not a known one, or lacks something of the above."""
     from vllm import __version__ as version
 
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) not in KNOWN:
+    release = (int(numbers[1]), int(numbers[2])) if numbers is not None else None
+    if release not in KNOWN:
         known = " and ".join(".".join(map(str, release)) for release in KNOWN)
         raise IncompatibleEngine(f"BackhaulConnector was made for vLLM {known}, and this is {version}: {WAY_OUT}")
-    missing = [name for need in NEEDS if (name := need.missing()) is not None]
-    if missing:
+    if lacking := missing(release):
         raise IncompatibleEngine(
-            f"BackhaulConnector does not find {', '.join(missing)} in this vLLM {version}: {WAY_OUT}"
+            f"BackhaulConnector does not find {', '.join(lacking)} in this vLLM {version}: {WAY_OUT}"
         )
 
 
@@ -153,3 +164,11 @@ def check_hashes(algorithm: str) -> None:
             f"BackhaulConnector compares prompts by their block hashes, and {algorithm} can be forged: start this engine"
             f" with --prefix-caching-hash-algo sha256 (vLLM's default), or {WAY_OUT}"
         )
+
+
+if (
+    __name__ == "__main__"
+):  # in the engines' Python: what the connector would miss in a release that it does not know yet
+    print(
+        "the connector finds all that it needs" if not (found := missing(KNOWN[-1])) else f"missing: {', '.join(found)}"
+    )

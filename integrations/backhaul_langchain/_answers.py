@@ -1,4 +1,4 @@
-"""What of vLLM's and the router's answers LangChain's own code does not know."""
+"""Parsing of answers: what of vLLM's and the router's answers LangChain's own code does not know."""
 
 from __future__ import annotations
 

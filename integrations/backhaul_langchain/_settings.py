@@ -1,4 +1,4 @@
-"""What the model is told of its engines: the embedded router's settings as fields of a pydantic model."""
+"""Settings of the embedded router as fields of a pydantic model."""
 
 from __future__ import annotations
 

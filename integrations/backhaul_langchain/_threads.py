@@ -1,4 +1,4 @@
-"""LangChain's thread, made visible where the model is called by itself.
+"""Context variables: LangChain's thread, made visible where the model is called by itself.
 
 Sequences, agents and LangGraph carry a call's `configurable`, and in it the thread, in a context variable, in which
 `backhaul_router.identity.frameworks` finds it. A model that is called by itself gets it as an argument of the public methods

@@ -1,4 +1,4 @@
-"""One model call: which conversation it is made in, and the report that the router gives of it."""
+"""The scope of one model call: which conversation it is made in, and the report that the router gives of it."""
 
 from __future__ import annotations
 

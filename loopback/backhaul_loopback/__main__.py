@@ -1,4 +1,4 @@
-"""`python -m backhaul_loopback --role prefill --port 8100`: one engine as a process of its own.
+"""Command-line entry, `python -m backhaul_loopback --role prefill --port 8100`: one engine as a process of its own.
 
 Prints one line once it listens. Ends on SIGTERM or SIGINT, and when the process that started it is gone.
 """
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     known = EngineConfig(role="decode")
     args = argparse.ArgumentParser(prog="python -m backhaul_loopback", description=__doc__)
     args.add_argument("--role", required=True, choices=("prefill", "decode"))
+    args.add_argument("--vllm-version", default=known.vllm_version, help="whose dialect is spoken")
     args.add_argument("--model", default=known.model)
     args.add_argument("--host", default=known.host)
     args.add_argument("--port", type=int, default=known.port, help="0 takes a free one")

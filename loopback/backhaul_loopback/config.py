@@ -1,4 +1,4 @@
-"""What one loopback engine is told, in vLLM's words and with vLLM's defaults, and the switches that make it fail."""
+"""Configuration of one loopback engine, in vLLM's words and with its defaults, and fault injection."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, Literal
 from .clock import CostModel
 
 Role = Literal["prefill", "decode"]
-
-VLLM_VERSION = "0.32.0"
 
 GENERATE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -23,6 +21,9 @@ class EngineConfig:
     port: int = 0
     """0 takes a free port, and keeps it over restarts."""
     side_channel_port: int = 0
+    vllm_version: str = "0.33.0"
+    """Whose dialect is spoken: 0.33 puts handles, or null, into the chunks of streams, says how a response ended in its last
+    event, and uses Anthropic's words for errors; what is older than that, as 0.32 does, none of it."""
     engine_id: str | None = None
     """A fixed one, which outlives restarts; `None` makes a new one at every start, as vLLM does."""
     block_size: int = 16
@@ -37,7 +38,8 @@ class EngineConfig:
     """Seconds for which P keeps blocks for D, unless D's heartbeats extend it."""
     stream_handles: Literal["plugin", "off"] = "plugin"
     """`plugin`: the last streamed chunk carries the handle and the generated ids, as with Backhaul's vLLM plugin.
-    `off`: stock 0.32, whose streams hide the handle although D holds the blocks."""
+    `off`: stock vLLM, where some streams hide the handle although D holds the blocks: all of 0.32's, of 0.33's only those
+    of `/v1/messages`."""
     enable_scale_out: bool = True
     """False answers the render endpoints with 403, as vLLM without `--enable-scale-out`."""
     enable_prompt_tokens_details: bool = True
@@ -63,6 +65,11 @@ class EngineConfig:
             raise ValueError(f"connector={self.connector!r}: use stock or backhaul")
         if not 0 <= self.max_leased_fraction <= 1:
             raise ValueError(f"max_leased_fraction={self.max_leased_fraction}: from 0 to 1")
+
+    @property
+    def speaks_033(self) -> bool:
+        major, minor, *_ = self.vllm_version.split(".")
+        return (int(major), int(minor)) >= (0, 33)
 
 
 @dataclass

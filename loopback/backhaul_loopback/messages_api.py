@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API over the chat endpoint, as vLLM 0.32 does it (`entrypoints/anthropic/serving.py`)."""
+"""Endpoint `/v1/messages`: Anthropic's API over the chat endpoint, as vLLM does it (`entrypoints/anthropic/serving.py`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from .bodies import ChatBody, Json
 from .errors import ApiError
 
 _BILLING = "x-anthropic-billing-header"
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's words for statuses; others are an `api_error`."""
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -219,7 +229,8 @@ def message_of(answer: dict[str, Json]) -> dict[str, Json]:
 
 
 async def message_events(chunks: AsyncIterator[dict[str, Json]]) -> AsyncGenerator[bytes, None]:
-    """A chat stream's chunks as Anthropic's events. Our plugin's handle goes from the finishing chunk to `message_delta`."""
+    """A chat stream's chunks as Anthropic's events. Our plugin's handle goes from the finishing chunk to `message_delta`;
+    vLLM's own, of 0.33, gets lost."""
     started = False
     writing = _Blocks()
     finish: tuple[Any, Any] = (None, None)
@@ -231,7 +242,8 @@ async def message_events(chunks: AsyncIterator[dict[str, Json]]) -> AsyncGenerat
             usage = {"stop_reason": None, "stop_sequence": None, "usage": _usage(chunk.get("usage"))}
             yield event("message_start", {"message": head | usage})
             continue
-        handle = chunk.get("kv_transfer_params", handle)
+        params = chunk.get("kv_transfer_params") or {}
+        handle = params if "token_ids" in params.get("backhaul", {}) else handle
         if not chunk["choices"]:
             for one in writing.stop():
                 yield one
@@ -287,13 +299,16 @@ def event(name: str, fields: dict[str, Json]) -> bytes:
     return f"event: {name}\ndata: ".encode() + msgspec.json.encode({"type": name, **fields}) + b"\n\n"
 
 
-def error_of(error: ApiError) -> dict[str, Json]:
-    return {"type": "error", "error": {"type": error.type, "message": error.message}}
+def error_of(error: ApiError, *, anthropics_words: bool) -> dict[str, Json]:
+    """Up to 0.32 the type is vLLM's own word."""
+    kind = _ERRORS.get(error.status, "api_error") if anthropics_words else error.type
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def broken() -> bytes:
+def broken(*, anthropics_words: bool) -> bytes:
     """The event of a stream whose engine failed."""
-    return event("error", {"error": {"type": "internal_error", "message": "Internal server error"}})
+    kind = "api_error" if anthropics_words else "internal_error"
+    return event("error", {"error": {"type": kind, "message": "Internal server error"}})
 
 
 def _stop(finish: str | None, stop: int | str | None, used_tool: bool) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""The answers' JSON, field by field as vLLM 0.32 writes it (`serving.py` of `openai/chat_completion` and `completion`).
+"""Response serialization, field by field as vLLM has it (`serving.py` of `openai/chat_completion`, `completion`).
 
 Whole answers carry every field of the model, unset ones as null; streamed chunks carry what was set.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY, VERSION
 
 from .bodies import Json
 from .core import EngineCore
@@ -21,8 +22,6 @@ from .output import Choice, Delta
 from .requests import Call
 from .tokenizer import decode, token_str
 
-FINGERPRINT = "vllm-0.32.0-loopback"
-PLUGIN_VERSION = 1
 DONE = b"data: [DONE]\n\n"
 
 
@@ -58,7 +57,7 @@ class Writer:
             "model": self.call.model,
             "choices": [build(choice) for choice in self.choices],
             "service_tier": None,
-            "system_fingerprint": FINGERPRINT,
+            "system_fingerprint": self._fingerprint,
             "usage": self._usage(whole=True),
         }
         tail = {"kv_transfer_params": self.choices[0].kv_transfer_params, "ec_transfer_params": None, "metrics": None}
@@ -90,6 +89,7 @@ class Writer:
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self.call.return_token_ids else None,
             "routed_experts": None,
+            **self._weights,
         }
 
     def _completion_choice(self, choice: Choice) -> dict[str, Json]:
@@ -108,6 +108,7 @@ class Writer:
             "prompt_logprobs": None,
             "prompt_token_ids": prompt if self.call.return_token_ids else None,
             "routed_experts": None,
+            **self._weights,
         }
 
     # -- streams ---------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class Writer:
                             yield chunk
                     first = False
         if self.call.include_usage:
-            head = self._head([]) | {"usage": self._usage(whole=False), "system_fingerprint": FINGERPRINT}
+            head = self._head([]) | {"usage": self._usage(whole=False), "system_fingerprint": self._fingerprint}
             yield head
 
     def _role_chunk(self, choice: Choice) -> dict[str, Json]:
@@ -170,6 +171,8 @@ class Writer:
         if delta.finish_reason is not None:
             body["stop_reason"] = delta.stop_reason
         body["token_ids"] = list(delta.token_ids) if self.call.return_token_ids else None
+        if delta.finish_reason is not None:
+            body |= self._weights
         return self._finished_chunk(choice, delta, self._head([body]))
 
     def _tool_chunks(self, choice: Choice, delta: Delta, calls: list[dict[str, Json]]) -> list[dict[str, Json]]:
@@ -195,20 +198,23 @@ class Writer:
             "stop_reason": delta.stop_reason,
             "prompt_token_ids": prompt if first and self.call.return_token_ids else None,
             "token_ids": list(delta.token_ids) if self.call.return_token_ids else None,
+            **self._weights,
         }
         return self._finished_chunk(choice, delta, self._head([body]))
 
     def _finished_chunk(self, choice: Choice, delta: Delta, chunk: dict[str, Json]) -> dict[str, Json]:
         if self.call.continuous_usage:
             chunk["usage"] = self._running_usage(choice, len(choice.token_ids))
+        if self._speaks_033:
+            chunk["kv_transfer_params"] = choice.kv_transfer_params if delta.finish_reason is not None else None
         if delta.finish_reason is None:
             return chunk
         if not self.call.include_usage:
-            chunk["system_fingerprint"] = FINGERPRINT
+            chunk["system_fingerprint"] = self._fingerprint
         if self.plugin:
             handle = choice.kv_transfer_params or {}
-            own = {"version": PLUGIN_VERSION, "token_ids": choice.token_ids}
-            chunk["kv_transfer_params"] = handle | {"backhaul": handle.get("backhaul", {}) | own}
+            own = {"version": VERSION, "token_ids": choice.token_ids}
+            chunk["kv_transfer_params"] = handle | {KEY: handle.get(KEY, {}) | own}
         return chunk
 
     def _head(self, choices: list[dict[str, Json]]) -> dict[str, Json]:
@@ -221,6 +227,18 @@ class Writer:
         }
 
     # -- parts -----------------------------------------------------------------------------------------------
+
+    @property
+    def _speaks_033(self) -> bool:
+        return self.core.config.speaks_033
+
+    @property
+    def _weights(self) -> dict[str, Json]:
+        return {"weight_versions": None} if self._speaks_033 else {}
+
+    @property
+    def _fingerprint(self) -> str:
+        return f"vllm-{self.core.config.vllm_version}-loopback"
 
     @property
     def _id(self) -> str:

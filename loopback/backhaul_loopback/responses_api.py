@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API over the same prompts (vLLM 0.32: `entrypoints/openai/responses`).
+"""Endpoint `/v1/responses`: OpenAI's Responses API over the same prompts (vLLM 0.32: `entrypoints/openai/responses`).
 
 Items that continue an assistant's turn (reasoning, text, calls) become one message, as there.
 """
@@ -168,6 +168,8 @@ def _response_format(wanted: dict[str, Json]) -> dict[str, Json] | None:
 
 # -- the answer -------------------------------------------------------------------------------------------------------
 
+_SINCE_033 = ("prompt_cache_options", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
+
 
 @dataclass
 class ResponseWriter:
@@ -187,7 +189,7 @@ class ResponseWriter:
         return self._response(self._final_status, self._output())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Events. A failure of the engine breaks the stream off: vLLM 0.32 has no event for it."""
+        """Events. A failure of the engine breaks the stream off: vLLM has no event for it."""
         started = self._response("in_progress", [], final=False)
         yield self._event("response.created", {"response": started})
         yield self._event("response.in_progress", {"response": started})
@@ -195,7 +197,8 @@ class ResponseWriter:
         async with aclosing(events):
             async for one in events:
                 yield one
-        yield self._event("response.completed", {"response": self._response(self._final_status, self._items)})
+        end = self._final_status if self._speaks_033 else "completed"
+        yield self._event(f"response.{end}", {"response": self._response(self._final_status, self._items)})
 
     async def _saying(self) -> AsyncGenerator[bytes, None]:
         id_ = f"msg_{uuid.uuid4().hex}"
@@ -216,7 +219,7 @@ class ResponseWriter:
         part = _text(self.choice.text, None)
         yield self._event("response.output_text.done", where | {"text": self.choice.text, "logprobs": []})
         yield self._event("response.content_part.done", where | {"part": part})
-        self._items.append(self._message(id_, "completed", [part]))
+        self._items.append(self._message(id_, self._item_status, [part]))
         yield self._event("response.output_item.done", {"output_index": 0, "item": self._items[-1]})
 
     async def _calling(self) -> AsyncGenerator[bytes, None]:
@@ -236,7 +239,7 @@ class ResponseWriter:
                         yield self._event("response.function_call_arguments.delta", where | {"delta": fresh})
         if not item:
             return
-        self._items.append(item | {"status": "completed"})
+        self._items.append(item | {"status": self._item_status})
         done = {"output_index": 0, "item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
         yield self._event("response.function_call_arguments.done", done)
         yield self._event("response.output_item.done", {"output_index": 0, "item": self._items[-1]})
@@ -252,13 +255,21 @@ class ResponseWriter:
     def _final_status(self) -> str:
         return "incomplete" if self.choice.finish_reason == "length" else "completed"
 
+    @property
+    def _item_status(self) -> str:
+        return self._final_status if self._speaks_033 else "completed"
+
+    @property
+    def _speaks_033(self) -> bool:
+        return self.core.config.speaks_033
+
     def _output(self) -> list[dict[str, Json]]:
         if calls := self.choice.tool_calls():
             functions = [(call["id"], call["function"]) for call in calls]
-            return [self._function_call(id_, f["name"], f["arguments"], "completed") for id_, f in functions]
+            return [self._function_call(id_, f["name"], f["arguments"], self._item_status) for id_, f in functions]
         if not self.choice.text:
             return []
-        return [self._message(f"msg_{uuid.uuid4().hex}", "completed", [_text(self.choice.text, None)])]
+        return [self._message(f"msg_{uuid.uuid4().hex}", self._item_status, [_text(self.choice.text, None)])]
 
     @staticmethod
     def _message(id_: str, status: str, content: list[dict[str, Json]]) -> dict[str, Json]:
@@ -305,6 +316,7 @@ class ResponseWriter:
             "ec_transfer_params": None,
             "input_messages": [_raw("", prompt)] if shown else None,
             "output_messages": [_raw(self.choice.text, made)] if shown and made else None,
+            **(dict.fromkeys(_SINCE_033) if self._speaks_033 else {}),
         }
 
     def _usage(self) -> dict[str, Json]:

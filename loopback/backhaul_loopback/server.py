@@ -1,4 +1,4 @@
-"""The HTTP endpoints of one engine, and the failures that tests order."""
+"""HTTP server: the endpoints of one engine, and the failures that tests order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from . import messages_api, requests, responses_api
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, convert
-from .config import VLLM_VERSION, EngineConfig, Faults, Received
+from .config import EngineConfig, Faults, Received
 from .core import EngineCore
 from .errors import ApiError, EngineDeadError, KVLoadError
 from .messages_api import CountTokensBody, MessagesBody
@@ -143,10 +143,14 @@ class Server:
                 message = messages_api.message_of(await writer.whole())
                 return web.json_response(body=msgspec.json.encode(message))
         except ApiError as error:
-            return web.json_response(messages_api.error_of(error), status=error.status)
+            return self._message_error(error)
         except (KVLoadError, EngineDeadError):
-            return web.json_response(messages_api.error_of(ApiError.internal()), status=500)
+            return self._message_error(ApiError.internal())
         return await self._stream(request, _message_events(writer))
+
+    def _message_error(self, error: ApiError) -> web.Response:
+        body = messages_api.error_of(error, anthropics_words=self.config.speaks_033)
+        return web.json_response(body, status=error.status)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         body = convert(await _body(request), ResponsesBody)
@@ -318,7 +322,7 @@ class Server:
         return web.Response(status=200 if self.core.dead is None else 503)
 
     async def version(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": VLLM_VERSION})
+        return web.json_response({"version": self.config.vllm_version})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         self.core.reap()
@@ -354,7 +358,7 @@ async def _message_events(writer: Writer) -> AsyncGenerator[bytes, None]:
             async for event in events:
                 yield event
     except (KVLoadError, EngineDeadError):
-        yield messages_api.broken()
+        yield messages_api.broken(anthropics_words=writer.core.config.speaks_033)
 
 
 async def _body(request: web.Request) -> Any:

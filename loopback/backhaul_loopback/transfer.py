@@ -1,4 +1,4 @@
-"""The rules of vLLM 0.32's NIXL pull connector (`nixl/pull_scheduler.py`, `pull_worker.py`), traps included.
+"""Model of a KV connector: vLLM 0.32's NIXL pull rules (`nixl/pull_scheduler.py`, `pull_worker.py`), traps included.
 
 Nothing here compares tokens. What a request reads is decided by counts and block numbers alone, so a handle that
 does not belong to the prompt gives wrong KV and a correct-looking answer.
@@ -118,8 +118,10 @@ def handle(
     block_ids: Sequence[int],
     num_tokens: int,
     expiry: float | None,
+    speaks_033: bool,
 ) -> Params:
     """The parameters that a finished request returns (`request_finished`). `expiry` is set on D only."""
+    since_033 = {"remote_registration_generation": 1} if speaks_033 else {}
     return {
         "do_remote_prefill": is_prefill_leg,
         "do_remote_decode": not is_prefill_leg,
@@ -133,5 +135,6 @@ def handle(
         "pp_size": 1,
         "remote_num_tokens": num_tokens,
         "remote_blocks_expiry_time": expiry,
+        **since_033,
         "transfer_mode": "pull",
     }

@@ -1,4 +1,4 @@
-"""What a router is told: engines, thresholds, limits. Checked whole, with errors that name the field."""
+"""Validated settings of a router: engines, thresholds, limits. Checked whole, with errors that name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API key that engines are sent: one that would be something else in a request's head is refused beforehand."""
+"""Validation of the API key that engines are sent: one that would be something else in a request's head is refused beforehand."""
 
 from __future__ import annotations
 

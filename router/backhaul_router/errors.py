@@ -1,4 +1,4 @@
-"""What can go wrong, whose fault it was, and how it is told in OpenAI's error shape."""
+"""Exception hierarchy: what can go wrong, whose fault it was, and how it is told in OpenAI's error shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks as engines of their own: `http://d1:8200#dp=1`.
+"""Addressing of data-parallel ranks as engines of their own: `http://d1:8200#dp=1`.
 
 Ranks of one vLLM server share its address, and nothing else: each has its scheduler, its KV cache and its leases. To a router
 such a spelling is an engine's URL like any other, and so the key of everything that it knows of the rank. The HTTP client sends
@@ -14,7 +14,6 @@ from typing import Final
 
 HEADER: Final = "X-data-parallel-rank"
 _SPELLING: Final = re.compile(r"#dp=(\d{1,4})")
-_OF_ENGINE: Final = re.compile(r'^\w[\w:]*\{[^}\n]*\bengine="(\d+)"')
 
 
 def split(url: str) -> tuple[str, str | None]:
@@ -27,11 +26,3 @@ def listed_twice(urls: Iterable[str]) -> set[str]:
     """Servers that are there as one engine and by rank too."""
     urls = tuple(urls)
     return set(urls) & {split(url)[0] for url in urls if split(url)[1] is not None}
-
-
-def page_of(page: str, url: str) -> str:
-    """Of a server's `/metrics` page what is about the engine at `url`."""
-    rank = split(url)[1]
-    if rank is None:
-        return page
-    return "\n".join(line for line in page.split("\n") if (found := _OF_ENGINE.match(line)) is None or found[1] == rank)

@@ -87,6 +87,29 @@ class Reason(enum.StrEnum):
     it what happened last."""
 
 
+class View(enum.Enum):
+    """What a client is shown of its turn's report, in the answer itself."""
+
+    WHOLE = enum.auto()
+    WITHOUT_ENGINES = enum.auto()
+    """The engines' URLs are nothing to clients elsewhere."""
+    SUMMARY = enum.auto()
+    """What the answer's head and its token counts say, to clients that are not shown reports."""
+
+    def of(self, report: ReuseReport) -> bytes:
+        """A report as JSON."""
+        if self is View.SUMMARY:
+            return msgspec.json.encode({name: getattr(report, name) for name in _SUMMARY})
+        if self is View.WITHOUT_ENGINES:
+            prefill, decode = (url and WITHHELD for url in (report.prefill_engine, report.decode_engine))
+            report = msgspec.structs.replace(report, prefill_engine=prefill, decode_engine=decode)
+        return msgspec.json.encode(report)
+
+
+WITHHELD = "(url withheld)"
+_SUMMARY = ("conversation", "turn", "route", "reason", "offered", "cached", "computed")
+
+
 class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one turn reused. Counts are tokens, times are milliseconds; `None` means not known, never zero.
 

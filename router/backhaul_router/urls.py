@@ -1,4 +1,4 @@
-"""URLs as they are given: what is none, and what of one may be shown.
+"""Parsing and redaction of URLs as they are given: what is none, and what of one may be shown.
 
 Python's own functions raise `ValueError` for some that are none, some of them only when a part is asked for, and take others.
 """

@@ -1,4 +1,4 @@
-"""Finds the turn at which a conversation stopped reusing its history, and says why and what it cost."""
+"""Collapse detection: the turn at which a conversation stopped reusing its history, why, and what it cost."""
 
 from __future__ import annotations
 

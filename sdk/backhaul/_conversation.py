@@ -16,7 +16,7 @@ from backhaul_router.drive import background_loop
 from backhaul_router.drive.pauses import Paused
 from backhaul_router.errors import BackhaulError
 from backhaul_router.identity import hints
-from backhaul_router.identity.identify import MAX_ID_BYTES
+from backhaul_router.identity.ids import MAX_ID_BYTES
 from backhaul_router.identity.scope import ConversationScope, current
 from backhaul_router.report import ReuseReport
 

@@ -1,4 +1,4 @@
-"""Messages, tools and prompts that are plain JSON pass by openai's transform, which costs it 0.15 ms a message.
+"""A fast path: messages, tools and prompts that are plain JSON pass by openai's transform, which costs it 0.15 ms a message.
 
 openai walks every argument along its declared type before it sends it: keys are renamed, dates are formatted, pydantic
 models are dumped. Values made of dicts, lists, strings, numbers, booleans and `None` come out as they went in, as long as

@@ -1,4 +1,4 @@
-"""Renews the leases of conversations that are open, before they end: while an agent thinks, a tool runs, a human decides.
+"""Lease renewal for conversations that are open, before the leases end: while an agent thinks, a tool runs, a human decides.
 
 One timer serves the whole process, in the background event loop, and only while there is something to renew. A conversation is
 due when half of the time is gone for which its last turn's handle can be used; a turn in between puts that off. Conversations

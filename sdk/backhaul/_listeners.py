@@ -1,4 +1,4 @@
-"""The caller's own functions, which hear of turns and collapses, and whose faults cost nobody an answer."""
+"""Observers: the caller's own functions, which hear of turns and collapses, and whose faults cost nobody an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words that Backhaul's clients take beside openai's, for type checkers; at run time `RouterConfig` is the list."""
+"""Typed keyword arguments of Backhaul's clients beside openai's, for type checkers; at run time `RouterConfig` is the list."""
 
 from __future__ import annotations
 

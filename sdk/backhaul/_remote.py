@@ -1,9 +1,10 @@
-"""Conversations on a router elsewhere: its reports are fetched, and a conversation that is left is ended there.
+"""HTTP hooks for a router elsewhere: its answers bring their reports, and a conversation that is left is ended there.
 
 A response hook of the HTTP client looks for the head of a Backhaul router's answer, `x-backhaul-turn`; every other answer
-passes untouched. The body of such an answer is read as it comes, except that its last bytes wait for the turn's report: when
-the caller has the whole answer, `chat.reuse.last` is about it. Where the report cannot be fetched, what the answer itself
-says has to do. Nothing here raises into a caller's request.
+passes untouched. The turn's report is in `usage.backhaul` of a whole answer, and in a comment before the last events of a
+stream, which is taken out. An answer without one, as of an older router or of a stream that broke, has the report fetched, for
+which its last bytes wait: when the caller has the whole answer, `chat.reuse.last` is about it. Where it cannot be fetched, what
+the answer itself says has to do. Nothing here raises into a caller's request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from backhaul_router.identity import frameworks, hints
 from backhaul_router.identity.identify import FIELDS, HEADERS
 from backhaul_router.identity.scope import ConversationScope, current, parent_of
 from backhaul_router.report import Reason, ReuseReport, Route
+from backhaul_router.wire.json_members import NULL
 from backhaul_router.wire.sse import data_of
+from backhaul_router.wire.stream import COMMENT
 
 from ._totals import note, turns_are_heard
 
@@ -40,6 +43,7 @@ _END_LIMIT_S = 4.0
 _TAIL_BYTES = 4096
 _CREDENTIALS = ("authorization", "x-api-key")
 _DONE = b"data: [DONE]"
+_MARK = b"\n" + COMMENT
 
 
 def follow(client: Any) -> None:
@@ -49,8 +53,8 @@ def follow(client: Any) -> None:
     if any(isinstance(hook, _Hook) for hook in hooks["response"]):
         return
     module = _module_of(client)
-    kind = _AsyncHook if isinstance(client, module.AsyncClient) else _SyncHook
-    client.event_hooks = {**hooks, "response": [*hooks["response"], kind(client, module)]}
+    hook = (_AsyncHook if isinstance(client, module.AsyncClient) else _SyncHook)(client, module)
+    client.event_hooks = {"request": [*hooks["request"], hook.wants_report], "response": [*hooks["response"], hook]}
 
 
 def headers_of(scope: ConversationScope | None) -> dict[str, str]:
@@ -100,7 +104,7 @@ class _Named(msgspec.Struct):
 
 
 class _Note(msgspec.Struct):
-    """`usage.backhaul`."""
+    """What an answer says itself of its turn, where it has not the whole report."""
 
     offered: int = 0
     cached: int | None = None
@@ -116,7 +120,7 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
-    backhaul: _Note | None = None
+    backhaul: msgspec.Raw = NULL
 
     @property
     def prompt(self) -> int | None:
@@ -216,6 +220,11 @@ class _Hook:
         """The answer, read. Raises what the HTTP library does."""
         raise NotImplementedError
 
+    def mark(self, request: Any) -> None:
+        """Asks for the report, where anybody wants it."""
+        if request.method == "POST" and (current.get() is not None or turns_are_heard()):
+            request.headers["X-Backhaul-Report"] = "comment"
+
     def followed(self, response: Any) -> _Turn | None:
         """The turn that a response answers."""
         scope = current.get()
@@ -263,21 +272,63 @@ class _Turn:
         self._stream = self.headers.get("content-type", "").startswith("text/event-stream")
         self._parts: list[bytes] = []
         self._tail = b""
+        self._comment = b""
+        self._recorded = False
+        self.held = b""
+        """The end of what `feed` was given and did not hand on."""
 
-    def may_be_last(self, chunk: bytes) -> bool:
-        """Takes note of a chunk."""
+    def feed(self, chunk: bytes) -> bytes:
+        """A chunk of the body on its way to the caller, which has to wait where it may be the last one."""
         if not self._stream:
             self._parts.append(chunk)
-            return True
-        self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-        return self._tail.rstrip().endswith(_DONE)
+            passed, self.held = self.held, chunk
+            return passed
+        data, self.held = self.held + chunk, b""
+        passed = data if self._recorded else self._without_comment(data)
+        self._tail = (self._tail + passed)[-_TAIL_BYTES:]
+        if self._recorded or not self._tail.rstrip().endswith(_DONE):
+            return passed
+        self.held = passed + self.held
+        return b""
 
-    @property
-    def question(self) -> str | None:
-        """Where its report is; `None` when nobody would miss what the answer does not say itself."""
+    def _without_comment(self, data: bytes) -> bytes:
+        """Takes the report out, and holds back what may be the beginning of it."""
+        text = (self._tail[-1:] or b"\n") + data
+        at = text.find(_MARK)
+        end = -1 if at < 0 else data.find(b"\n\n", at)
+        if end >= 0:
+            self._comment = data[at + len(COMMENT) : end]
+            self._record_whole(self._comment)
+            return data[:at] + data[end + 2 :]
+        if at < 0:
+            at = text.rfind(b"\n")
+            if at < 0 or not _MARK.startswith(text[at:]):
+                return data
+        self.held = data[at:]
+        return data[:at]
+
+    def settle(self) -> str | None:
+        """The body has ended: puts its report on record. Returns where it is to be fetched, if the answer had none; what nobody
+        would miss is not."""
+        if self._recorded or (not self._stream and self._record_whole(self._note)):
+            return None
         if self.conversation is None or (self.scope is None and not turns_are_heard()):
+            self.count()
+            return None
+        if self.hook.reports_refused:
+            self.make_do("does not show reports")
             return None
         return f"{self.router.url(self.conversation)}?turn={self.number}&wait={_WAIT_S}"
+
+    def _record_whole(self, told: bytes) -> bool:
+        """Puts on record what the answer says, if that is the whole report."""
+        if b'"total_ms"' not in told:
+            return False
+        try:
+            self._record(msgspec.json.decode(told, type=ReuseReport))
+        except msgspec.DecodeError:
+            return False
+        return True
 
     def take(self, answer: Any) -> None:
         """Puts the fetched report on record."""
@@ -301,6 +352,7 @@ class _Turn:
             self._record(report)
 
     def _record(self, report: ReuseReport) -> None:
+        self._recorded = True
         if self.scope is not None:
             self.scope.record(report)
         note(report)
@@ -316,13 +368,15 @@ class _Turn:
         except ValueError:
             return None
         reason = self.headers.get("x-backhaul-reason")
-        told = self._told() or _Told()
-        usage = told.usage or _Usage()
-        said = usage.backhaul or _Note()
+        usage = self._told.usage or _Usage()
+        try:
+            said = msgspec.json.decode(self._note, type=_Note | None) or _Note()
+        except msgspec.DecodeError:
+            said = _Note()
         return ReuseReport(
             conversation=self.conversation,
             turn=self.number,
-            model=told.model,
+            model=self._told.model,
             route=route,
             reason=Reason(reason) if reason in tuple(Reason) else None,
             prompt=usage.prompt,
@@ -332,7 +386,13 @@ class _Turn:
             computed=said.computed,
         )
 
-    def _told(self) -> _Told | None:
+    @property
+    def _note(self) -> bytes:
+        """Our own part of the answer."""
+        return self._comment or bytes(self._told.usage.backhaul if self._told.usage else NULL)
+
+    @functools.cached_property
+    def _told(self) -> _Told:
         """The answer's usage; in a stream the last event that has one, if it came that far."""
         events = [b"".join(self._parts)]
         if self._stream:
@@ -345,19 +405,22 @@ class _Turn:
             told = told.response or told
             if told.usage is not None:
                 return told
-        return None
+        return _Told()
 
 
 # --- synchronous
 
 
 class _SyncHook(_Hook):
+    def wants_report(self, request: Any) -> None:
+        self.mark(request)
+
     def __call__(self, response: Any) -> None:
         if (turn := self.followed(response)) is None:
             return
         body = _bodies(self.module)[0](response.stream, turn)
         if response.is_closed:  # a transport that had the whole answer, such as a mock
-            turn.may_be_last(response.content)
+            turn.feed(response.content)
             body.close()
         else:
             response.stream = body
@@ -382,16 +445,12 @@ class _SyncBody:
         """May be called again to read on, as openai does after `[DONE]`."""
         if self._closed:
             return
-        held: bytes | None = None
         for chunk in self._stream:
-            if held is not None:
-                yield held
-            held = chunk if self._turn.may_be_last(chunk) else None
-            if held is None:
-                yield chunk
+            if passed := self._turn.feed(chunk):
+                yield passed
         self.close()
-        if held is not None:
-            yield held
+        if self._turn.held:
+            yield self._turn.held
 
     def close(self) -> None:
         """Lets go of the connection first: it serves the report's request, or tells the router that the client is gone."""
@@ -400,11 +459,7 @@ class _SyncBody:
         self._closed = True
         self._stream.close()
         turn = self._turn
-        if (question := turn.question) is None:
-            turn.count()
-            return
-        if turn.hook.reports_refused:
-            turn.make_do("does not show reports")
+        if (question := turn.settle()) is None:
             return
         try:
             answer = turn.hook.client.get(question, headers=turn.router.credentials, timeout=FETCH_LIMIT_S)
@@ -422,13 +477,16 @@ class _AsyncHook(_Hook):
         super().__init__(client, module)
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    async def wants_report(self, request: Any) -> None:
+        self.mark(request)
+
     async def __call__(self, response: Any) -> None:
         if (turn := self.followed(response)) is None:
             return
         self._loop = asyncio.get_running_loop()
         body = _bodies(self.module)[1](response.stream, turn)
         if response.is_closed:
-            turn.may_be_last(response.content)
+            turn.feed(response.content)
             await body.aclose()
         else:
             response.stream = body
@@ -450,16 +508,12 @@ class _AsyncBody:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         if self._closed:
             return
-        held: bytes | None = None
         async for chunk in self._stream:
-            if held is not None:
-                yield held
-            held = chunk if self._turn.may_be_last(chunk) else None
-            if held is None:
-                yield chunk
+            if passed := self._turn.feed(chunk):
+                yield passed
         await self.aclose()
-        if held is not None:
-            yield held
+        if self._turn.held:
+            yield self._turn.held
 
     async def aclose(self) -> None:
         """As `_SyncBody.close`; runs to its end when the calling task is cancelled meanwhile."""
@@ -472,11 +526,7 @@ class _AsyncBody:
 
     async def _report(self) -> None:
         turn = self._turn
-        if (question := turn.question) is None:
-            turn.count()
-            return
-        if turn.hook.reports_refused:
-            turn.make_do("does not show reports")
+        if (question := turn.settle()) is None:
             return
         try:
             with anyio.fail_after(FETCH_LIMIT_S):

@@ -1,4 +1,4 @@
-"""Sums of reuse reports: of a conversation, of a process, of a model."""
+"""Running sums of reuse reports: of a conversation, of a process, of a model."""
 
 from __future__ import annotations
 

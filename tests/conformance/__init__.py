@@ -1,4 +1,4 @@
-"""Facts about vLLM 0.32's wire protocol that Backhaul builds on, as checks that real and loopback engines both pass."""
+"""Facts about the wire protocol of vLLM 0.32 and 0.33 that Backhaul builds on: checks that real and loopback engines pass."""
 
 from .cases import CASES, CONNECTOR_CASES, Case
 from .engines import Engines

@@ -67,10 +67,14 @@ class Engines:
     model: str
     salt: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Given with every request, so that no prefix cache knows anything of another check, however wrong its KV."""
+    speaks_033: bool = False
+    """Whether the engines are of vLLM 0.33: where releases differ, each is held to its own way."""
     _http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        major, minor, *_ = (await self.get(f"{self.decode_url}/version")).json["version"].split(".")
+        self.speaks_033 = (int(major), int(minor)) >= (0, 33)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .engines import Engines, Json
 
-HANDLE = {
+_HANDLE = {
     "do_remote_prefill",
     "do_remote_decode",
     "remote_block_ids",
@@ -28,6 +28,11 @@ HANDLE = {
 }
 
 
+def handle_fields(engines: Engines) -> set[str]:
+    """0.33 counts how often an engine has registered its KV with NIXL, which it does anew after each sleep."""
+    return _HANDLE | ({"remote_registration_generation"} if engines.speaks_033 else set())
+
+
 def _prompt(length: int, seed: int = 1) -> list[int]:
     return [40 + (i * (7 + 2 * seed) + i * i * seed) % 80 for i in range(length)]
 
@@ -36,7 +41,7 @@ async def prefill_handle_tells_d_where_the_prompts_kv_lies(engines: Engines) -> 
     prompt, size = _prompt(300), await engines.block_size()
     answer = await engines.prefill(prompt)
     handle = answer.handle
-    assert handle.keys() == HANDLE | {"remote_prefill_cached_tokens"}
+    assert handle.keys() == handle_fields(engines) | {"remote_prefill_cached_tokens"}
     assert (handle["do_remote_prefill"], handle["do_remote_decode"]) == (True, False)
     assert handle["remote_num_tokens"] == 300
     assert [len(group) for group in handle["remote_block_ids"]] == [-(-300 // size)]
@@ -50,7 +55,7 @@ async def decode_handle_covers_prompt_and_answer_but_for_the_last_token(engines:
     prompt, size = _prompt(300), await engines.block_size()
     answer = await engines.turn(prompt, max_tokens=40)
     handle = answer.handle
-    assert handle.keys() == HANDLE
+    assert handle.keys() == handle_fields(engines)
     assert (handle["do_remote_prefill"], handle["do_remote_decode"]) == (False, True)
     assert handle["remote_num_tokens"] == 300 + 40 - 1
     assert [len(group) for group in handle["remote_block_ids"]] == [-(-339 // size)]

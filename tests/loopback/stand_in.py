@@ -20,7 +20,7 @@ from pathlib import Path
 from backhaul_loopback import EngineConfig, LoopbackEngine
 from backhaul_loopback.__main__ import serve
 
-INSTALLED = {"vllm": "0.32.0", "torch": "2.11.0+cpu", "nixl": True, "plugin": True}
+INSTALLED = {"vllm": "0.33.0", "torch": "2.11.0+cpu", "nixl": "1.5.1", "plugin": True}
 
 
 def make(folder: Path, building: Path | None = None) -> Path:

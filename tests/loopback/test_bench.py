@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_bench import clusters, command, plots, table, ttft
+from backhaul_bench import clusters, plots, table, ttft, ttft_command
+from backhaul_bench.options import OptionsError
 from backhaul_bench.setups import SETUPS, Setup
 from backhaul_loopback import CostModel, loopback_pair
 
@@ -127,8 +128,8 @@ async def test_equal_results_are_equal_files(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(command.OptionsError, match=f"^{message}$"):
-        command.Options(**options).plan()
+    with pytest.raises(OptionsError, match=f"^{message}$"):
+        ttft_command.Options(**options).plan()
 
 
 async def test_an_error_of_the_command_is_one_line() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_bench import command, overhead, overhead_table
+from backhaul_bench import overhead, overhead_command, overhead_table
+from backhaul_bench.options import OptionsError
 
 
 async def run(*arguments: str) -> tuple[int | None, str, str]:
@@ -53,8 +54,8 @@ async def test_every_variant_is_measured_in_every_case(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(command.OptionsError, match=f"^{message}$"):
-        command.OverheadOptions(**options).cases()
+    with pytest.raises(OptionsError, match=f"^{message}$"):
+        overhead_command.Options(**options).cases()
 
 
 async def test_a_refused_option_is_one_line() -> None:

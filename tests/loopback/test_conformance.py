@@ -1,4 +1,4 @@
-"""Loopback engines pass the checks that real engines pass."""
+"""Loopback engines pass the checks that real engines pass, in the dialect of each release."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from conformance import CASES, CONNECTOR_CASES, Engines
 
+VERSIONS = ("0.32.0", "0.33.0")
 
-@pytest.fixture(scope="module")
-async def pair() -> AsyncIterator[LoopbackPair]:
-    async with _pair() as pair:
+
+@pytest.fixture(scope="module", params=VERSIONS)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[LoopbackPair]:
+    async with _pair(vllm_version=request.param) as pair:
         yield pair
 
 
-@pytest.fixture(scope="module")
-async def connector_pair() -> AsyncIterator[LoopbackPair]:
-    async with _pair(connector="backhaul") as pair:
+@pytest.fixture(scope="module", params=VERSIONS)
+async def connector_pair(request: pytest.FixtureRequest) -> AsyncIterator[LoopbackPair]:
+    async with _pair(vllm_version=request.param, connector="backhaul") as pair:
         yield pair
 
 

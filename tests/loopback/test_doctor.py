@@ -134,11 +134,23 @@ async def test_a_read_that_fails_is_unsafe_and_nothing_stays_pinned() -> None:
         await freed(*pair)
 
 
-async def test_streams_that_hide_handles_are_a_warning() -> None:
-    async with engines(None, {"stream_handles": "off"}) as pair:
+@pytest.mark.parametrize(("version", "which"), [("0.32.0", "its streams"), ("0.33.0", "its streams of /v1/messages")])
+async def test_streams_that_hide_handles_are_a_warning(version: str, which: str) -> None:
+    settings = {"vllm_version": version}
+    async with engines(settings, {"stream_handles": "off", **settings}) as pair:
         found = await examine(*pair)
         assert found.severity is Severity.WARNING
+        assert f"{which} hide the handle" in whats(found)
         assert "each pins its blocks until the TTL" in whats(found)
+
+
+async def test_engines_of_two_releases_cannot_be_paired() -> None:
+    async with engines({"vllm_version": "0.32.0"}, {"vllm_version": "0.33.0"}) as pair:
+        found = await examine(*pair)
+        assert found.severity is Severity.UNSAFE
+        assert "runs vLLM 0.32.0" in whats(found)
+        assert "runs 0.33.0: engines exchange KV only between equal builds" in whats(found)
+        assert "0.33.0" in table(found)
 
 
 async def test_engines_that_do_not_render_are_a_warning_unless_they_are_ours() -> None:

@@ -233,12 +233,15 @@ async def test_stop_string_is_never_shown_in_a_stream(engines: Engines) -> None:
     assert kept.choice["message"]["content"] == text[: text.index(stop) + len(stop)]
 
 
-async def test_stock_streams_hide_the_handle_and_pin_it_all_the_same() -> None:
-    async with LoopbackEngine("decode", stream_handles="off") as engine:
+@pytest.mark.parametrize(("version", "hidden"), [("0.32.0", True), ("0.33.0", False)])
+async def test_stock_streams_pin_blocks_and_show_the_handle_since_033(version: str, hidden: bool) -> None:
+    async with LoopbackEngine("decode", stream_handles="off", vllm_version=version) as engine:
         async with Engines(engine.url, engine.url, engine.model) as engines:
             fields = {"stream": True, "kv_transfer_params": {"do_remote_decode": True}}
             stream = await engines.chat(engine.url, USER, **fields)
-            assert "kv_transfer_params" not in stream.text
+            assert any(event.get("kv_transfer_params") for event in stream.events) is not hidden
+            message = engines.body(messages=USER, max_tokens=6, **fields)
+            assert "kv_transfer_params" not in (await engines.post(f"{engine.url}/v1/messages", message)).text
             assert engine.pinned_blocks > 0
             assert "backhaul_plugin_info" not in (await engines.get(f"{engine.url}/metrics")).text
 

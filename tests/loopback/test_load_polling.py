@@ -14,7 +14,7 @@ from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.engines.load_polling import LoadPolling
 from backhaul_router.fleet.engine import Engine, Role
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.wire.engine_pages import Gauges
+from backhaul_router.wire.engine_metrics import Gauges
 from router_turns import first_turn, opening, run_cluster, user
 
 OURS = {"connector": "backhaul"}

@@ -111,10 +111,10 @@ def test_commands_can_be_typed_as_they_stand(command: Snippet, tmp_path: Path, m
 
 def check_options(words: list[str]) -> None:
     """A command may be named without the options that it needs."""
-    own, _ = cli._split(words)
+    own, _ = cli.split(words)
     named_only = not any(word.startswith("-") for word in own)
     try:
-        cli._parser().parse_args([*own, "--help"] if named_only else own)
+        cli.parser(own).parse_args([*own, "--help"] if named_only else own)
     except SystemExit as end:
         if end.code:
             pytest.fail(f"backhaul {' '.join(words)}")
@@ -129,7 +129,7 @@ def test_the_options_in_the_servers_table_exist() -> None:
 
 
 def options_of(command: str) -> set[str]:
-    [commands] = [action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [commands] = [action for action in cli.parser([command])._actions if isinstance(action, argparse._SubParsersAction)]
     return {flag for action in commands.choices[command]._actions for flag in action.option_strings}
 
 

@@ -351,7 +351,7 @@ async def answering(ledger: RedisLedger) -> None:
     """Returns when the ledger knows that its server answers."""
     async with asyncio.timeout(20):
         await ledger.held_for("nobody")
-        while ledger.down:
+        while not ledger.available:
             await asyncio.sleep(0.02)
             await ledger.held_for("nobody")
 
@@ -370,7 +370,7 @@ async def test_a_server_that_stands_still_costs_one_turn_its_wait(
         waited = time.monotonic() - before
         assert (first.held, first.branch, first.reason) == (None, None, Reason.LEDGER_UNAVAILABLE)
         assert 1.5 < waited < 15.0
-        assert ledger.down
+        assert not ledger.available
         blind = [await take(ledger, b"a", b"b") for _ in range(3)]
         assert [one.reason for one in blind] == [Reason.LEDGER_UNAVAILABLE] * 3
         assert [one.turn for one in (first, *blind)] == [2, 3, 4, 5]

@@ -16,8 +16,9 @@ import test_ledger_flush
 from backhaul_router.ledger import redis_ledger
 from backhaul_router.ledger.protocol import Later, arrived
 from backhaul_router.ledger.records import Branch, Held, Key, Taken
+from backhaul_router.ledger.redis_copy import WorkingCopy
 from backhaul_router.ledger.redis_ledger import RedisLedger
-from backhaul_router.ledger.redis_records import Copy, Loaded, Name, name_in
+from backhaul_router.ledger.redis_records import Name, Snapshot, name_in
 from backhaul_router.report import Reason
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
@@ -81,7 +82,7 @@ class OnRedis:
         method = getattr(self._ledger, name)
         return lambda *given: self._wait(method(*given))
 
-    async def _all(self) -> list[Copy]:
+    async def _all(self) -> list[WorkingCopy]:
         """Everything on file, whoever filed it."""
         ledger = self._ledger
         found = []
@@ -90,7 +91,7 @@ class OnRedis:
                 name = name_in(head)
                 assert isinstance(name, Name)
                 loaded = await ledger._load([ledger._keys.record(name)])
-                found.append(Copy([name], loaded, ledger._limits, ledger._keys))
+                found.append(WorkingCopy([name], loaded, ledger._limits, ledger._keys))
         return found
 
     def __len__(self) -> int:
@@ -109,11 +110,11 @@ class OnRedis:
 
     @property
     def _left(self) -> Any:
-        return self._ledger._readers._left
+        return self._ledger._ref_counts._left
 
     @property
     def _takers(self) -> Any:
-        return self._ledger._readers._takers
+        return self._ledger._ref_counts._takers
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +132,12 @@ def opened(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
         made.append(OnRedis(server, **limits))
         return made[-1]
 
-    def loaded(answer: Sequence[bytes], here: float) -> Loaded:
-        return Loaded(
+    def loaded(answer: Sequence[bytes], here: float) -> Snapshot:
+        return Snapshot(
             here, answer[2].decode(), int(answer[3]), tuple(zip(answer[4::2], answer[5::2], strict=True)), 0.0
         )
 
-    monkeypatch.setattr(redis_ledger.Loaded, "of", loaded)
+    monkeypatch.setattr(redis_ledger.Snapshot, "of", loaded)
     for module in MODULES:
         monkeypatch.setattr(module, "MemoryLedger", make)
     yield make

@@ -175,7 +175,7 @@ async def test_several_sequences_pin_nothing(cluster: Cluster) -> None:
 
 
 async def test_streams_that_hide_their_handle_pin_nothing() -> None:
-    async with ours(d={"stream_handles": "off"}) as cluster:
+    async with ours(engine=OURS | {"vllm_version": "0.32.0"}, d={"stream_handles": "off"}) as cluster:
         await cluster.exact({"messages": opening(), "stream": True})
         assert (await kept(cluster)).count == 0
         assert cluster.router.fleet.counters.unreachable_pins == 0

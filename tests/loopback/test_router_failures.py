@@ -11,7 +11,6 @@ from typing import Any
 import anyio
 import pytest
 from backhaul_loopback import LoopbackEngine, VirtualClock
-from backhaul_loopback import server as loopback_server
 from backhaul_loopback.clock import CostModel
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Reply, Request, Router
@@ -481,9 +480,9 @@ async def test_engines_of_different_block_sizes_are_refused() -> None:
             await start([p], [d])
 
 
-async def test_a_version_whose_protocol_is_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback_server, "VLLM_VERSION", "0.31.2")
-    async with LoopbackEngine("prefill") as p, LoopbackEngine("decode") as d:
+async def test_a_version_whose_protocol_is_unknown_is_refused() -> None:
+    old = {"vllm_version": "0.31.2"}
+    async with LoopbackEngine("prefill", **old) as p, LoopbackEngine("decode", **old) as d:
         with pytest.raises(ConfigError, match=r"0\.31\.2.*0\.32"):
             await start([p], [d])
 

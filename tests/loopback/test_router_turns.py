@@ -111,7 +111,7 @@ async def test_a_handle_is_gone_from_decode_once_it_was_read() -> None:
         pinned = cluster.d.pinned_blocks
         await cluster.exact({"messages": messages})
         assert 0 < pinned <= cluster.d.pinned_blocks
-        assert len(cluster.d.core.leases) == 1
+        assert len(cluster.d.core.pins) == 1
         assert cluster.p.pinned_blocks == 0
 
 
@@ -243,16 +243,16 @@ async def test_what_a_cold_turn_supersedes_is_released_at_once() -> None:
     async with run_cluster() as cluster:
         messages = await first_turn(cluster)
         await cluster.exact({"messages": messages}, route=Route.COLD)
-        await cluster.until(lambda: len(cluster.d.core.leases) == 1)
+        await cluster.until(lambda: len(cluster.d.core.pins) == 1)
 
 
 async def test_a_conversation_that_ends_leaves_nothing() -> None:
     async with run_cluster() as cluster:
         await first_turn(cluster)
         await first_turn(cluster, conversation="other")
-        assert len(cluster.d.core.leases) == 2
+        assert len(cluster.d.core.pins) == 2
         await cluster.router.end_conversation("c")
-        await cluster.until(lambda: len(cluster.d.core.leases) == 1)
+        await cluster.until(lambda: len(cluster.d.core.pins) == 1)
         await cluster.router.end_conversation("never heard of")
         assert (await cluster.exact({"messages": opening()})).reused.reason is Reason.FIRST_TURN
 
@@ -288,13 +288,23 @@ async def test_with_reuse_off_nothing_is_kept() -> None:
 
 
 async def test_a_stream_whose_handle_is_hidden_leaves_nothing_to_read() -> None:
-    async with run_cluster(engine={"stream_handles": "off"}) as cluster:
+    async with run_cluster(engine={"stream_handles": "off", "vllm_version": "0.32.0"}) as cluster:
         messages = await first_turn(cluster, conversation="other")
         await cluster.exact({"messages": messages, "stream": True})
         report = (await cluster.exact({"messages": [*messages, user("Third.")]})).reused
         assert (report.route, report.reason) == (Route.COLD, Reason.NO_HANDLE)
         assert cluster.router.fleet.counters.unreachable_pins == 1
         cluster.pinned_until_ttl = True
+
+
+async def test_a_chat_stream_of_vllm_033_shows_its_handle_without_our_plugin() -> None:
+    """Not the ids of the answer: what is proven ends with the prompt."""
+    async with run_cluster(engine={"stream_handles": "off", "vllm_version": "0.33.0"}) as cluster:
+        messages = await first_turn(cluster, conversation="other")
+        await cluster.exact({"messages": messages, "stream": True})
+        report = (await cluster.exact({"messages": [*messages, user("Third.")]})).reused
+        assert (report.route, report.reason) == (Route.WARM, None)
+        assert cluster.router.fleet.counters.unreachable_pins == 0
 
 
 async def test_a_turn_that_ended_at_a_stop_string_leaves_nothing_to_read() -> None:

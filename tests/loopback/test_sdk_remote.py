@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import backhaul
 import httpx
+import httpx2
+import msgspec
 import openai
 import pytest
 from backhaul import Reason, ReuseReport, Route
 from backhaul._http import openais_http_module
+from backhaul._remote import follow
 from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
+from backhaul_router.config import RouterConfig
+from backhaul_router.serve.asgi import make_app
+from backhaul_router.serve.tenants import NO_TENANTS, Tenants
+from backhaul_router.wire.stream import COMMENT
+from hypothesis import given
+from hypothesis import strategies as st
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM, talk, talk_sync
 
@@ -191,18 +202,140 @@ async def test_agents_side_by_side_keep_to_their_own_reports(pair: LoopbackPair)
 
 @pytest.mark.parametrize("module", [httpx, openais_http_module()], ids=lambda module: str(module.__name__))
 async def test_the_callers_own_http_client_is_used_for_everything(pair: LoopbackPair, module: Any) -> None:
-    """With one connection: the report's request does not wait for the answer that waits for it."""
+    """With one connection: a report's request, as after a stream that is left, does not wait for the answer that waits for it."""
     asked: list[str] = []
+    own = module.AsyncClient(limits=module.Limits(max_connections=1), event_hooks={"request": [noting(asked)]})
+    async with in_thread(pair) as http, backhaul.AsyncOpenAI(**remote(http), http_client=own) as client:
+        async with backhaul.conversation() as chat:
+            await talk(client.with_options(max_retries=1), pair.model, stream=True)
+            stream = await client.chat.completions.create(model=pair.model, messages=HISTORY, stream=True)
+            await stream.close()
+    assert asked == ["POST /v1/chat/completions"] * 4 + ["GET /backhaul", "DELETE /backhaul"]
+    assert chat.reuse.total.turns == 4
+
+
+def noting(asked: list[str]) -> Callable[[Any], Any]:
+    """A request hook."""
 
     async def note(request: Any) -> None:
         asked.append(f"{request.method} {request.url.path.partition('/conversations')[0]}")
 
-    own = module.AsyncClient(limits=module.Limits(max_connections=1), event_hooks={"request": [note]})
-    async with in_thread(pair) as http, backhaul.AsyncOpenAI(**remote(http), http_client=own) as client:
-        async with backhaul.conversation() as chat:
-            await talk(client.with_options(max_retries=1), pair.model, stream=True)
-    assert asked == ["POST /v1/chat/completions", "GET /backhaul"] * 3 + ["DELETE /backhaul"]
-    assert chat.reuse.total.turns == 3
+    return note
+
+
+# --- a turn is one request
+
+TEXT = [{"role": "user", "content": "Count."}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TEXT, "max_tokens": 8},
+    "/v1/completions": {"prompt": "Once upon a time.", "max_tokens": 8},
+    "/v1/responses": {"input": "Count.", "max_output_tokens": 8},
+    "/v1/messages": {"messages": TEXT, "max_tokens": 8},
+}
+SHAPES = {
+    "whole": {},
+    "streamed": {"stream": True},
+    "streamed with usage": {"stream": True, "stream_options": {"include_usage": True}},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_turn_is_one_request_and_its_answer_what_any_client_gets(
+    pair: LoopbackPair, path: str, shape: str
+) -> None:
+    body = {
+        "model": pair.model,
+        **BODIES[path],
+        **(SHAPES[shape] if path in list(BODIES)[:2] else {"stream": shape != "whole"}),
+    }
+    asked: list[str] = []
+    async with (
+        in_thread(pair, check_pairs=False) as http,
+        httpx.AsyncClient(base_url=str(http.base_url), event_hooks={"request": [noting(asked)]}) as client,
+    ):
+        follow(client)
+        with backhaul.conversation("c") as chat:
+            ours = await client.post(path, json=body, headers={"X-Conversation-ID": "c"})
+            assert asked == [f"POST {path}"]
+            (report,) = chat.reuse.turns
+            assert (await http.get("/backhaul/conversations/c")).json()["reports"] == [report.to_dict()]
+        stock = await http.post(path, json=body, headers={"X-Conversation-ID": "d"})
+    assert b"\n: " not in ours.content
+    assert len(ours.content.split(b"\n\n")) == len(stock.content.split(b"\n\n"))
+    told = [json.loads(one.removeprefix(b"data: ")) for one in ours.content.splitlines() if b'"backhaul":{' in one]
+    for answer in told:
+        usage = answer.get("response", answer)["usage"]
+        assert usage["backhaul"] == report.to_dict()
+    assert len(told) == ((path != "/v1/chat/completions" and path != "/v1/completions") or shape != "streamed")
+
+
+async def test_a_turn_that_only_names_its_conversation_has_its_report_too(pair: LoopbackPair) -> None:
+    heard: list[ReuseReport] = []
+    stop = backhaul.on_turn(heard.append)
+    try:
+        async with in_thread(pair) as http, backhaul.AsyncOpenAI(**remote(http)) as client:
+            for stream in (False, True):
+                answer: Any = await client.chat.completions.create(
+                    model=pair.model, messages=HISTORY, stream=stream, extra_body={"conversation_id": "c"}
+                )
+                if stream:
+                    _ = [event async for event in answer]
+    finally:
+        stop()
+    assert [(report.turn, report.decode_engine) for report in heard] == [(1, pair.decode.url), (2, pair.decode.url)]
+
+
+ELSEWHERE = ("203.0.113.7", 4711)
+KEYS = Tenants.from_mapping({"alice": ["alice-0123456789"]})
+
+
+@pytest.mark.parametrize(
+    ("tenants", "client", "seen"),
+    [(NO_TENANTS, ELSEWHERE, None), (KEYS, ELSEWHERE, "(url withheld)"), (KEYS, ("127.0.0.1", 4711), "http://")],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_says_of_its_turn_what_the_router_shows_its_client(
+    pair: LoopbackPair, tenants: Tenants, client: tuple[str, int], seen: str | None, stream: bool
+) -> None:
+    config = RouterConfig(prefill=(pair.prefill.url,), decode=(pair.decode.url,))
+    app = make_app(config, tenants)
+    told = {"authorization": "Bearer alice-0123456789", "X-Conversation-ID": "c", "X-Backhaul-Report": "comment"}
+    body = {"model": pair.model, "messages": TEXT, "stream": stream}
+    try:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app, client=client), base_url="http://router", headers=told
+        ) as http:
+            answer = await http.post("/v1/chat/completions", json=body)
+            shown = await http.get("/backhaul/conversations/c")
+    finally:
+        await app.router.aclose()
+    found = re.search(rb"^: backhaul (.*)$" if stream else rb'"backhaul":(\{.*?\})\}', answer.content, re.MULTILINE)
+    assert found is not None
+    report = json.loads(found[1])
+    if seen is None:
+        assert shown.status_code == 403
+        assert report.keys() == {"conversation", "turn", "route", "reason", "offered", "cached", "computed"}
+    else:
+        assert [report] == shown.json()["reports"]
+        assert report["decode_engine"].startswith(seen)
+
+
+@given(st.data())
+def test_a_comment_is_taken_out_however_the_stream_is_cut(data: st.DataObject) -> None:
+    report = ReuseReport(conversation="c", turn=3, route=Route.WARM)
+    text = b'data: {"choices":[{"delta":{"content":"a\\n: backhaul {}"}}]}\n\ndata: : backhaul \n\n: ping\n\n'
+    end = b"data: [DONE]\n\n"
+    stream = text + COMMENT + msgspec.json.encode(report) + b"\n\n" + end
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=8)))
+    pieces = [stream[a:b] for a, b in itertools.pairwise([0, *cuts, len(stream)])]
+    head = {"x-backhaul-turn": "3", "x-backhaul-route": "warm"}
+    elsewhere = Elsewhere(204, head={**head, "content-type": "text/event-stream"}, stream=pieces)
+    with elsewhere.client() as client, backhaul.conversation("c") as chat:
+        with client.with_streaming_response.chat.completions.create(**ASK, stream=True) as response:
+            assert b"".join(response.iter_bytes()) == text + end
+        assert elsewhere.asked == ["POST /prefix/v1/chat/completions"]
+    assert chat.reuse.turns == [report]
 
 
 @pytest.mark.parametrize("kind", ["closed client", "synchronous scope", "synchronous client"])
@@ -257,11 +390,22 @@ async def test_a_router_that_is_gone_masks_no_exception(pair: LoopbackPair, capl
 # --- routers that do not show reports
 
 
+NOTE = {"conversation": "c1", "turn": 3, "route": "local", "offered": 96, "cached": 64, "computed": 6}
+
+
 class Elsewhere:
     """An HTTP server that answers turns as `head` says, and every request under /backhaul with `status`."""
 
-    def __init__(self, status: int, content: bytes = b"{}", head: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        content: bytes = b"{}",
+        head: dict[str, str] | None = None,
+        stream: Sequence[bytes] = (),
+        note: Any = NOTE,
+    ) -> None:
         self.asked: list[str] = []
+        self.stream, self.note = stream, note
         self.status, self.content = status, content
         turn = {"x-backhaul-turn": "3", "x-backhaul-route": "local", "x-backhaul-reason": "a_new_one"}
         self.head = turn if head is None else head
@@ -271,8 +415,9 @@ class Elsewhere:
         self.asked.append(f"{request.method} {request.url.path.partition('/conversations')[0]}")
         if request.url.path.startswith("/prefix/backhaul/"):
             return module.Response(self.status, content=self.content)
-        note = {"conversation": "c1", "turn": 3, "route": "local", "offered": 96, "cached": 64, "computed": 6}
-        usage = {"prompt_tokens": 70, "completion_tokens": 9, "total_tokens": 79, "backhaul": note}
+        if self.stream:
+            return module.Response(200, headers=self.head, content=iter(self.stream))
+        usage = {"prompt_tokens": 70, "completion_tokens": 9, "total_tokens": 79, "backhaul": self.note}
         chunk = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": []}
         if json.loads(request.content).get("stream"):
             events = [{**chunk, "choices": [{"index": 0, "delta": {"content": "x" * 9000}}]}, {**chunk, "usage": usage}]
@@ -317,6 +462,15 @@ def test_without_reports_the_answer_itself_has_to_do(
     assert len(caplog.records) == 1
     asked_again = 1 if status == 403 else 2
     assert elsewhere.asked.count("GET /prefix/backhaul") == asked_again
+
+
+@pytest.mark.parametrize("note", [5, {"cached": "many"}, {"total_ms": 1.0, "turn": "x"}], ids=str)
+def test_a_note_that_cannot_be_read_says_nothing(note: Any) -> None:
+    elsewhere = Elsewhere(404, note=note)
+    with elsewhere.client() as client, backhaul.conversation() as chat:
+        client.chat.completions.create(**ASK)
+    assert chat.reuse.last is not None
+    assert (chat.reuse.last.prompt, chat.reuse.last.cached) == (70, None)
 
 
 def test_a_reason_is_kept_where_it_is_known() -> None:

@@ -69,7 +69,7 @@ def encoded(value: object) -> bytes:
 
 
 def handle(request_id: str = "r", *, tokens: int = 128, **fields: Any) -> Handle:
-    found, _ = wire.read_handle(encoded(params(request_id, tokens=tokens, **fields)))
+    found = wire.read_params(encoded(params(request_id, tokens=tokens, **fields))).handle
     assert found is not None
     return found
 

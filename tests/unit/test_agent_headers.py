@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from backhaul_router.identity import frameworks
-from backhaul_router.identity.identify import MAX_ID_BYTES, Identity, IdentityError, identify, with_parent
+from backhaul_router.identity.identify import IdentityError, identify, with_parent
+from backhaul_router.identity.ids import MAX_ID_BYTES, Identity
 from backhaul_router.identity.response_ids import ResponseIds
 from backhaul_router.wire import Endpoint
 from core_values import facts

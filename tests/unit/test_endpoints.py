@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from backhaul_protocol.account import Account
 from backhaul_router import wire
 from backhaul_router.errors import Leg
 from backhaul_router.report import Reason, Route
 from backhaul_router.serve.asgi import _Out
 from backhaul_router.turn.effects import NoteResponse, Respond
 from backhaul_router.wire import Endpoint, Facts, read_request
-from backhaul_router.wire.connector_object import Account
-from backhaul_router.wire.stream import StreamFilter, stream_filter
+from backhaul_router.wire.stream import StreamFilter
 from core_values import D1, D2, P1, encoded, facts, fleet, params
 from turn_drive import PROMPT, SSE, STREAM, Chunk, Drive, Opened, prefilled, rendered
 
@@ -210,7 +209,7 @@ RESPONSE = {
 
 
 def test_a_response_says_what_it_ran_and_made() -> None:
-    answer = wire.read_answer(RESPONSES, encoded(RESPONSE))
+    answer = wire.read_answer(RESPONSES.api, encoded(RESPONSE))
     assert (answer.generated, wire.read_ids(answer.ran), answer.id) == ((7, 8), (1, 2), "resp_1")
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached) == (9, 3, 4)
@@ -230,18 +229,19 @@ def test_a_response_says_what_it_ran_and_made() -> None:
     ],
 )
 def test_messages_of_another_kind_say_nothing_of_ids(said: Any) -> None:
-    answer = wire.read_answer(RESPONSES, encoded(RESPONSE | {"input_messages": said}))
+    answer = wire.read_answer(RESPONSES.api, encoded(RESPONSE | {"input_messages": said}))
     assert (answer.generated, bytes(answer.ran)) == (None, b"null")
 
 
 def test_a_client_sees_the_messages_of_a_response_only_if_it_asked() -> None:
     members = wire.split(encoded(RESPONSE))
-    seen = json.loads(wire.client_answer(responses(), members, {"route": "warm"}))
+    seen = json.loads(wire.join(wire.noted(wire.client_answer(RESPONSES.api, members, shows_ids=False), NOTE)))
     assert (seen["input_messages"], seen["output_messages"]) == (None, None)
     assert seen["usage"] == {**RESPONSE["usage"], "backhaul": {"route": "warm"}}
     assert "kv_transfer_params" not in seen
     asked = responses(enable_response_messages=True)
-    assert json.loads(wire.client_answer(asked, members, None))["input_messages"] == raw([1, 2])
+    shown = wire.client_answer(asked.api, members, shows_ids=asked.wants_token_ids)
+    assert json.loads(bytes(shown["input_messages"])) == raw([1, 2])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_client_sees_the_messages_of_a_response_only_if_it_asked() -> None:
 def test_a_message_s_tokens_are_counted_with_those_of_caches(
     usage: dict[str, int], prompt: int, cached: int | None
 ) -> None:
-    answer = wire.read_answer(MESSAGES, encoded({"id": "msg", "content": [], "usage": usage}))
+    answer = wire.read_answer(MESSAGES.api, encoded({"id": "msg", "content": [], "usage": usage}))
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.cached, answer.usage.completion_tokens) == (prompt, cached, 3)
 
@@ -270,22 +270,15 @@ def event(name: str, **fields: Any) -> bytes:
 class Watched:
     """A filter, and what it told."""
 
-    def __init__(self, request: Facts, note: Mapping[str, object] | None = None) -> None:
+    def __init__(self, request: Facts) -> None:
         self.told: list[object] = []
-        self._note_text = note
-        self.filter: StreamFilter = stream_filter(request, self._note, self._account)
-
-    def _note(self, usage: wire.Usage | None) -> Mapping[str, object] | None:
-        self.told.append(usage)
-        return self._note_text
-
-    def _account(self, account: Account | None) -> None:
-        self.told.append(account)
+        self.filter: StreamFilter = request.stream_filter(self.told.append, self.told.append)
 
     def feed(self, *pieces: bytes) -> bytes:
         return b"".join(map(self.filter.feed, pieces))
 
 
+NOTE = b'{"route":"warm"}'
 START = event("message_start", message={"id": "m", "usage": {"input_tokens": 5, "output_tokens": 0}})
 DELTA = event("content_block_delta", index=0, delta={"type": "text_delta", "text": 'é"kv_transfer_params": 1'})
 USAGE = {"input_tokens": 5, "output_tokens": 2, "odd": 1e22}
@@ -302,8 +295,8 @@ def test_a_message_s_events_pass_byte_for_byte_but_for_the_handle(size: int) -> 
     watched = Watched(messages(stream=True))
     stream = START + event("ping") + DELTA + ending(kv_transfer_params={**params("d"), "backhaul": ACCOUNT}) + STOP
     passed = watched.feed(*(stream[i : i + size] for i in range(0, len(stream), size)))
-    assert passed == START + event("ping") + DELTA + ending()
-    assert (watched.filter.finished, watched.filter.last) == (True, STOP)
+    assert passed == START + event("ping") + DELTA
+    assert (watched.filter.finished, watched.filter.ended()) == (True, ending() + STOP)
     assert watched.filter.handle is not None
     assert watched.filter.generated == (7, 8)
     account, usage = watched.told
@@ -312,13 +305,12 @@ def test_a_message_s_events_pass_byte_for_byte_but_for_the_handle(size: int) -> 
 
 
 def test_our_note_stands_in_a_message_s_last_usage() -> None:
-    watched = Watched(messages(stream=True), {"route": "warm"})
-    passed = watched.feed(START, ending())
-    assert passed.startswith(START)
-    assert json.loads(passed.removeprefix(START).split(b"data: ")[1])["usage"] == {
-        **USAGE,
-        "backhaul": {"route": "warm"},
-    }
+    watched = Watched(messages(stream=True))
+    assert watched.feed(START, ending(), STOP) == START
+    comment, delta, stop, rest = watched.filter.ended(NOTE, comment=True).split(b"\n\n")
+    assert comment == b": backhaul " + NOTE
+    assert json.loads(delta.split(b"data: ")[1])["usage"] == {**USAGE, "backhaul": {"route": "warm"}}
+    assert (stop + b"\n\n", rest) == (STOP, b"")
 
 
 CREATED = event("response.created", response={"id": "resp_1", "usage": None, "kv_transfer_params": None})
@@ -327,14 +319,14 @@ TEXT = event("response.output_text.delta", delta="é")
 
 
 def test_a_response_s_first_events_come_with_the_first_token_and_the_last_one_is_held_back() -> None:
-    watched = Watched(responses(stream=True), {"route": "warm"})
+    watched = Watched(responses(stream=True))
     assert watched.feed(CREATED) == b""
     assert watched.filter.events == 0
     assert watched.feed(TEXT) == CLEAN + TEXT
     assert watched.filter.events == 2
     assert watched.feed(event("response.completed", response=RESPONSE)) == b""
     assert watched.filter.finished
-    last = json.loads(watched.filter.last.split(b"data: ")[1])["response"]
+    last = json.loads(watched.filter.ended(NOTE).split(b"data: ")[1])["response"]
     assert last["usage"]["backhaul"] == {"route": "warm"}
     assert last["input_messages"] is last["output_messages"] is None
     assert "kv_transfer_params" not in last
@@ -342,10 +334,13 @@ def test_a_response_s_first_events_come_with_the_first_token_and_the_last_one_is
     assert watched.filter.answer_id == "resp_1"
 
 
-def test_a_response_without_any_text_is_passed_on_whole() -> None:
+@pytest.mark.parametrize("end", ["completed", "incomplete", "cancelled"])
+def test_a_response_without_any_text_is_passed_on_whole(end: str) -> None:
     watched = Watched(responses(stream=True))
-    assert watched.feed(CREATED + event("response.completed", response=RESPONSE)) == CLEAN
+    assert watched.feed(CREATED + event(f"response.{end}", response=RESPONSE)) == CLEAN
     assert watched.filter.finished
+    assert (watched.filter.error, watched.filter.answer_id) == (None, "resp_1")
+    assert b"backhaul" not in watched.filter.ended()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +356,7 @@ def test_an_error_event_ends_a_stream(request_: Facts, error: bytes) -> None:
     assert watched.feed(error) == b""
     assert watched.filter.error is not None
     assert b"broken" in watched.filter.error
-    assert (watched.filter.finished, watched.filter.last) == (True, error)
+    assert (watched.filter.finished, watched.filter.ended()) == (True, error)
 
 
 # --- turns ---------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from backhaul_router.identity.identify import Identity, IdentityError, identify
+from backhaul_router.identity.identify import IdentityError, identify
+from backhaul_router.identity.ids import Identity
 
 NAMES = [
     ("header:x-conversation-id", {"x-conversation-id": "c"}, {}),

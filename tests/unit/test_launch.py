@@ -226,6 +226,19 @@ def test_what_is_no_python_is_told_as_that(tmp_path: Path) -> None:
         interpreter.find(str(script(tmp_path / "python", "exit 3")))
 
 
+@pytest.mark.parametrize(
+    ("vllm", "nixl", "enough"), [("0.32.0", "1.4.0", True), ("0.33.0", "1.4.2", False), ("0.33.1", "1.5.0", True)]
+)
+def test_a_nixl_too_old_for_the_vllm_is_named(tmp_path: Path, vllm: str, nixl: str, enough: bool) -> None:
+    found = json.dumps({"vllm": vllm, "torch": "2.11.0+cpu", "nixl": nixl, "plugin": True})
+    python = str(script(tmp_path / "python", f"echo '{found}'"))
+    if enough:
+        assert (interpreter.find(python).vllm, interpreter.find(python).nixl) == (vllm, nixl)
+    else:
+        with pytest.raises(LaunchError, match=r"has NIXL 1\.4\.2, and vLLM 0\.33\.0 needs 1\.5 or later"):
+            interpreter.find(python)
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 

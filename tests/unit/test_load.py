@@ -9,7 +9,7 @@ import pytest
 from backhaul_router.fleet.engine import Engine, Role
 from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.fleet.load import Homes
-from backhaul_router.wire.engine_pages import Gauges, read_gauges
+from backhaul_router.wire.engine_metrics import Gauges, read_gauges
 from core_values import D1, D2, P1, P2, engine, fleet
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from backhaul_router.drive import logs
 from backhaul_router.drive.logs import JsonFormatter, TextFormatter
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.report import Reason, ReuseReport, Route
 from backhaul_router.turn.turn import Turn
 from core_values import config, facts, fleet
@@ -120,7 +120,7 @@ def test_every_line_of_a_turn_says_which_it_is(as_json: Written) -> None:
         log.info("before it is known")
         running = turn()
         logs.note(running)
-        running.draft["turn"] = 2
+        running.draft.turn = 2
         log.warning("an engine failed")
     log.info("after it")
     before, during, after = as_json.json

@@ -11,7 +11,7 @@ from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Taken
 from backhaul_router.report import Basis, Proof, Reason, Route
 from backhaul_router.turn.placement import NoEngine, Placement, Prompt, place, why_moved
-from backhaul_router.wire.engine_pages import Gauges
+from backhaul_router.wire.engine_metrics import Gauges
 from core_values import BLOCK, D1, D2, P1, P2, branch, config, fleet, held, leased, taken
 from hypothesis import given
 from hypothesis import strategies as st

@@ -266,6 +266,97 @@ async def test_a_message_of_a_stream_of_another_shape_is_passed_on(caplog: pytes
     assert "it is passed on as it is" in caplog.text
 
 
+# --- streams of chunks, of which vLLM 0.33 makes both a chat's events and a message's ------------------------------------
+
+
+class Chunk(SimpleNamespace):
+    """vLLM's ChatCompletionStreamResponse: here with what is looked at."""
+
+
+def chunk(finish: str | None = None, handle: dict[str, Any] | None = None) -> Chunk:
+    return Chunk(choices=[SimpleNamespace(finish_reason=finish)], kv_transfer_params=handle)
+
+
+USAGE_CHUNK = Chunk(choices=[], kv_transfer_params=None)
+
+
+class Serving:
+    """As vLLM 0.33 has it: only the generator of chunks is the same for both endpoints."""
+
+    async def chat_completion_stream_generator(self, request: Any, result_generator: Any) -> AsyncGenerator[str, None]:
+        async for one in self.chat_completion_stream_generator_raw(request, result_generator):
+            yield f"data: {json.dumps(one.kv_transfer_params)}\n\n"
+
+    async def chat_completion_stream_generator_raw(
+        self, request: Any, result_generator: Any
+    ) -> AsyncGenerator[Any, None]:
+        async for one in result_generator:
+            yield chunk(one.outputs[0].finish_reason, one.kv_transfer_params)
+        yield USAGE_CHUNK
+
+
+class MessagesServing(Serving):
+    def chat_completion_stream_generator(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        return self.message_stream_converter(self.chat_completion_stream_generator_raw(*args, **kwargs))
+
+    async def message_stream_converter(self, generator: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
+        async for one in generator:
+            if isinstance(one, Chunk) and not one.choices:
+                yield named("message_delta", usage={"output_tokens": 3})
+            else:
+                yield named("content_block_delta" if isinstance(one, Chunk) else "error")
+
+
+@pytest.fixture
+def of_chunks() -> Iterator[None]:
+    """The plugin in both classes."""
+    modules = [ModuleType("chat"), ModuleType("messages")]
+    modules[0].OpenAIServingChat = Serving  # type: ignore[attr-defined]
+    modules[1].AnthropicServingMessages = MessagesServing  # type: ignore[attr-defined]
+    before = [dict(vars(Serving)), dict(vars(MessagesServing))]
+    assert plugin.patch(modules[0], CHAT)
+    assert plugin.patch(modules[1], MESSAGES)
+    yield
+    for owner, names in zip((Serving, MessagesServing), before, strict=True):
+        for target in (CHAT, MESSAGES):
+            for name in target.methods:
+                if name in names:
+                    setattr(owner, name, names[name])
+
+
+@pytest.mark.usefixtures("of_chunks")
+async def test_a_message_made_of_chunks_gains_the_handle_and_all_ids() -> None:
+    events = [e async for e in MessagesServing().chat_completion_stream_generator(request(), outputs(*ANSWER))]
+    params = {**HANDLE, "backhaul": {"version": 1, "token_ids": [7, 8, 9, 10]}}
+    assert events[:3] == [named("content_block_delta")] * 3
+    assert events[3:] == [named("message_delta", usage={"output_tokens": 3}, kv_transfer_params=params)]
+
+
+@pytest.mark.usefixtures("of_chunks")
+async def test_a_chat_made_of_chunks_gains_the_handle_and_all_ids_once() -> None:
+    events = [e async for e in Serving().chat_completion_stream_generator(request(), outputs(*ANSWER))]
+    params = {**HANDLE, "backhaul": {"version": 1, "token_ids": [7, 8, 9, 10]}}
+    assert [json.loads(e.removeprefix("data: ")) for e in events] == [None, None, params, None]
+
+
+@pytest.mark.usefixtures("of_chunks")
+async def test_chunks_of_other_requests_are_left_as_they_are() -> None:
+    asked = request(kv_transfer_params=None)
+    events = [e async for e in MessagesServing().chat_completion_stream_generator(asked, outputs(output(7)))]
+    assert events == [named("content_block_delta"), named("message_delta", usage={"output_tokens": 3})]
+
+
+async def test_an_error_among_the_chunks_is_passed_on(caplog: pytest.LogCaptureFixture) -> None:
+    error = SimpleNamespace(error=SimpleNamespace(message="theirs"))
+    converter = plugin.wrap_rewriting(MessagesServing.message_stream_converter)
+    assert [e async for e in converter(MessagesServing(), outputs(chunk(), error, USAGE_CHUNK))] == [
+        named("content_block_delta"),
+        named("error"),
+        named("message_delta", usage={"output_tokens": 3}),
+    ]
+    assert not caplog.records
+
+
 # --- how it gets into vLLM --------------------------------------------------------------------------------------------
 
 
@@ -286,7 +377,7 @@ def test_only_versions_that_were_looked_at_are_changed(version: str, known: bool
 
 def fake_module(target: plugin.Target, method: Any) -> ModuleType:
     module = ModuleType(target.module)
-    setattr(module, target.owner, type(target.owner, (), {target.method: method}))
+    setattr(module, target.owner, type(target.owner, (), {target.methods[-1]: method}))
     return module
 
 
@@ -307,7 +398,7 @@ def test_a_generator_of_another_shape_is_left_with_a_warning(
 ) -> None:
     module = fake_module(CHAT, method)
     assert plugin.patch(module, CHAT) is False
-    assert getattr(module, CHAT.owner).__dict__[CHAT.method] is method
+    assert getattr(module, CHAT.owner).__dict__[CHAT.methods[-1]] is method
     assert complaint in caplog.text
 
 
@@ -323,7 +414,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         folder = tmp_path.joinpath(*target.module.split(".")[:-1])
         folder.mkdir(parents=True)
         parameters = ", ".join(target.parameters)
-        body = f"class {target.owner}:\n    async def {target.method}({parameters}):\n        yield ''\n"
+        body = f"class {target.owner}:\n    async def {target.methods[-1]}({parameters}):\n        yield ''\n"
         (folder / "serving.py").write_text(body)
         for package in (folder, *folder.parents):
             if package == tmp_path:
@@ -347,7 +438,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
 def patched(target: plugin.Target) -> bool:
     owner = getattr(importlib.import_module(target.module), target.owner)
-    return getattr(getattr(owner, target.method), "backhaul_version", None) == 1
+    return getattr(getattr(owner, target.methods[-1]), "backhaul_version", None) == 1
 
 
 def test_registering_imports_nothing_and_changes_what_is_imported_later(fake_vllm: list[Any]) -> None:
@@ -372,9 +463,9 @@ def test_registering_twice_changes_once(fake_vllm: list[Any]) -> None:
     for _ in range(2):
         plugin.register()
     owner = getattr(importlib.import_module(CHAT.module), CHAT.owner)
-    once = getattr(owner, CHAT.method)
+    once = getattr(owner, CHAT.methods[-1])
     plugin.register()
-    assert getattr(owner, CHAT.method) is once
+    assert getattr(owner, CHAT.methods[-1]) is once
     assert patched(COMPLETIONS)
     assert patched(MESSAGES)
     assert len(fake_vllm) == 1

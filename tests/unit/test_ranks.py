@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
-from backhaul_router.ranks import page_of, split
-from backhaul_router.wire.engine_pages import kv_tokens_of, ranks_of, read_gauges
+from backhaul_router.ranks import split
+from backhaul_router.wire.engine_metrics import kv_tokens_of, page_of, ranks_of, read_gauges
 
 PAGE = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
@@ -34,14 +34,14 @@ def test_a_rank_is_told_apart_from_its_address(url: str, parts: tuple[str, str |
 
 
 def test_each_rank_sees_its_own_lines_of_the_page_alone() -> None:
-    page = page_of(PAGE, "http://d1:8200#dp=1")
+    page = page_of(PAGE.encode(), "http://d1:8200#dp=1")
     gauges = read_gauges(page)
     assert gauges is not None
     assert (gauges.running, gauges.waiting, gauges.kv_usage) == (1, 0, 0.1)
     assert (kv_tokens_of(page), kv_tokens_of(PAGE)) == (1600, 3200)
     assert (ranks_of(page), ranks_of(PAGE)) == (frozenset(), {"0", "1"})
     assert "process_start_time_seconds 5.0" in page
-    assert page_of(PAGE, "http://d1:8200") == PAGE
+    assert page_of(PAGE.encode(), "http://d1:8200") == PAGE
 
 
 def test_ranks_are_configured_by_number() -> None:

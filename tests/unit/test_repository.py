@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,19 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from backhaul_cli.main import BENCH, COMMANDS, parser
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = {init.parent.name: init.parent for init in ROOT.glob("*/backhaul*/__init__.py")}
 
 MAY_IMPORT = {
-    "backhaul_router": set(),
+    "backhaul_protocol": set(),
+    "backhaul_router": {"backhaul_protocol"},
     "backhaul": {"backhaul_router"},
     "backhaul_langchain": {"backhaul", "backhaul_router"},
-    "backhaul_connector": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
-    "backhaul_loopback": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
+    "backhaul_connector": {"backhaul_protocol"},
+    "backhaul_loopback": {
+        "backhaul_protocol",
+        *(f"backhaul_connector.{pure}" for pure in ("claims", "handles", "lease_channel", "lease_table", "locators")),
+    },
 }
-"""Imports run one way: integrations, sdk, router. What runs inside vLLM needs only the wire's words."""
+"""Imports run one way: integrations, sdk, router, protocol. A loopback engine shares the pure parts of the connector."""
 
 TOOLS = ("backhaul_bench", "backhaul_cli", "backhaul_demo")
 """Commands that start whole clusters stand above the packages: they import from all, and no package imports them."""
@@ -183,11 +189,47 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     loaded = set(ran.stdout.split())
     assert "backhaul_router" in loaded
-    assert (
-        loaded
-        & {*ENGINE_SIDE, "backhaul_connector", "httpx", "langchain_core", "matplotlib", "redis", "rich", "uvicorn"}
-        == set()
+    extras = {"aiohttp", "httpx", "langchain_core", "matplotlib", "redis", "rich", "uvicorn"}
+    assert loaded & {*ENGINE_SIDE, *extras, "backhaul_connector"} == set()
+
+
+def test_the_base_dependencies_are_what_the_packages_of_an_agent_import():
+    base = {re.split(r"[\[>=<]", name)[0] for name in PYPROJECT["project"]["dependencies"]}
+    agents = ("backhaul", "backhaul_router", "backhaul_connector")
+    used = {
+        found.imported.split(".")[0]
+        for package in agents
+        for path in PACKAGES[package].rglob("*.py")
+        for found in imports_of(path, PACKAGES[package], of_types=True)
+    }
+    assert base <= used
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("rich", ["demo"]), ("aiohttp", ["demo"]), ("matplotlib", ["bench", "ttft"])]
+)
+def test_a_command_says_which_extra_it_needs(missing, words):
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None; from backhaul_cli.main import main; sys.exit(main({words}))"
     )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    told = f"backhaul {words[0]}: this needs {missing}: pip install 'backhaul[{words[0]}]'\n"
+    assert (ran.returncode, ran.stderr) == (2, told)
+
+
+def test_a_command_is_imported_when_it_is_named():
+    program = "import sys; from backhaul_cli.main import parser; parser([]); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert not {"openai", "aiohttp", "rich", "backhaul_router", "backhaul_connector"} & set(ran.stdout.split())
+
+
+@pytest.mark.parametrize("words", [*([name] for name in COMMANDS), *(["bench", name] for name in BENCH)], ids=" ".join)
+def test_every_command_has_options_with_help(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser(words).parse_args([*words, "--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--connector" in shown or "--json" in shown or "--config" in shown
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -15,7 +15,8 @@ from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Held, Key, Taken
 from backhaul_router.report import Reason, Route
-from backhaul_router.wire.engine_pages import kv_tokens_of
+from backhaul_router.turn.states import route_turn
+from backhaul_router.wire.engine_metrics import kv_tokens_of
 from core_values import BLOCK, D1, D2, P1, branch, facts, fleet, held, leased
 from turn_drive import FIRST, NAMED, Drive, history
 
@@ -426,8 +427,8 @@ def test_a_turn_needs_no_room_for_what_is_kept_for_it(route: Route) -> None:
     turn, retention = drive.turn, drive.fleet.retention
     retention.know(D1, 1000 * BLOCK, BLOCK)
     turn.token_ids = tuple(range(200))
-    turn.draft["prompt"] = 200
-    turn.placed(0.0)
+    turn.draft.prompt = 200
+    route_turn(turn, 0.0)
     room = 1000 * BLOCK - (retention.free(D1) or 0)
     answer = retention.answer_of(None)
     assert room == -(-(200 - (128 if route is Route.LOCAL else 0) + answer) // BLOCK) * BLOCK

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import pytest
 from backhaul_router import wire
-from backhaul_router.wire.stream import StreamFilter
+from backhaul_router.wire.stream import Listeners, StreamFilter
 from core_values import encoded, params
 from hypothesis import given
 from hypothesis import strategies as st
 
 DONE = b"data: [DONE]\n\n"
+NOTE = b'{"route":"warm"}'
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "later": 1.5}
 
 
@@ -41,14 +41,9 @@ USAGE_EVENT = {"id": "c", "choices": [], "usage": USAGE}
 class Watched:
     """A filter and what it noted."""
 
-    def __init__(self, *, wants_usage: bool = False, note: Mapping[str, object] | None = None) -> None:
-        self.noted: list[wire.Usage | None] = []
-        self._note_text = note
-        self.filter = StreamFilter(wants_usage=wants_usage, note=self._note)
-
-    def _note(self, usage: wire.Usage | None) -> Mapping[str, object] | None:
-        self.noted.append(usage)
-        return self._note_text
+    def __init__(self, *, wants_usage: bool = False) -> None:
+        self.counted: list[wire.Usage | None] = []
+        self.filter = StreamFilter(Listeners(self.counted.append, wants_usage=wants_usage))
 
     def feed(self, *pieces: bytes) -> bytes:
         return b"".join(map(self.filter.feed, pieces))
@@ -86,9 +81,19 @@ ORDINARY = [
 
 @pytest.mark.parametrize("passed", ORDINARY, ids=lambda e: e[:60].decode(errors="replace"))
 def test_ordinary_events_pass_byte_for_byte(passed: bytes) -> None:
-    watched = Watched(note={"route": "warm"})
+    watched = Watched()
     assert watched.feed(passed) == passed
-    assert (watched.filter.events, watched.filter.error, watched.filter.handle, watched.noted) == (1, None, None, [])
+    assert (watched.filter.events, watched.filter.error, watched.filter.handle, watched.counted) == (1, None, None, [])
+
+
+def test_null_parameters_are_cut_out_without_reading_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 puts them into every chunk."""
+    monkeypatch.setattr(wire, "split", None)
+    for at in ({"choices": []}, chunk("a")):
+        for after in ({}, {"weight_versions": None}):
+            assert Watched().feed(event({**at, "kv_transfer_params": None, **after})) == event({**at, **after})
+    quoted = event(chunk('"a","kv_transfer_params":null'))
+    assert Watched().feed(quoted) == quoted
 
 
 EVENTS = st.sampled_from(
@@ -109,10 +114,13 @@ def test_the_pieces_do_not_matter(events: list[bytes], wants_usage: bool, noted:
     stream = b"".join([*events, DONE])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    whole, cut, single = (Watched(wants_usage=wants_usage, note={"a": 1} if noted else None) for _ in range(3))
+    whole, cut, single = (Watched(wants_usage=wants_usage) for _ in range(3))
     expected = whole.feed(stream)
     assert cut.feed(*pieces) == expected
     assert single.feed(*(stream[i : i + 1] for i in range(len(stream)))) == expected
+    end, *others = (watched.filter.ended(NOTE if noted else None) for watched in (whole, cut, single))
+    assert others == [end, end]
+    assert end.endswith(DONE)
     for other in (cut.filter, single.filter):
         assert (other.handle, other.generated, other.error) == (
             whole.filter.handle,
@@ -188,27 +196,43 @@ def test_a_handle_in_an_event_that_is_no_json_is_not_shown() -> None:
 
 
 def test_usage_that_only_the_router_asked_for_is_swallowed() -> None:
-    watched = Watched(note={"route": "warm"})
+    watched = Watched()
     assert watched.feed(event(last()), event(USAGE_EVENT), DONE) == event(last())
-    assert [usage and (usage.prompt_tokens, usage.completion_tokens) for usage in watched.noted] == [(5, 2)]
+    assert watched.filter.ended(NOTE) == DONE
+    assert [usage and (usage.prompt_tokens, usage.completion_tokens) for usage in watched.counted] == [(5, 2)]
 
 
 def test_usage_that_the_client_asked_for_is_annotated() -> None:
-    watched = Watched(wants_usage=True, note={"route": "warm"})
-    assert parsed(watched.feed(event(USAGE_EVENT))) == [
-        {**USAGE_EVENT, "usage": {**USAGE, "backhaul": {"route": "warm"}}}
-    ]
+    watched = Watched(wants_usage=True)
+    assert watched.feed(event(USAGE_EVENT), DONE) == b""
+    ended = watched.filter.ended(NOTE)
+    assert ended.endswith(DONE)
+    assert parsed(ended.removesuffix(DONE)) == [{**USAGE_EVENT, "usage": {**USAGE, "backhaul": {"route": "warm"}}}]
+
+
+def test_a_client_that_asks_for_it_gets_the_note_in_a_comment_too() -> None:
+    watched = Watched()
+    watched.feed(event(USAGE_EVENT), DONE)
+    assert watched.filter.ended(NOTE, comment=True) == b": backhaul " + NOTE + b"\n\n" + DONE
+    assert Watched().filter.ended(comment=True) == DONE
 
 
 def test_usage_passes_untouched_where_there_is_nothing_to_note() -> None:
     watched = Watched(wants_usage=True)
-    assert watched.feed(event(USAGE_EVENT, end=b"\r\n\r\n")) == event(USAGE_EVENT, end=b"\r\n\r\n")
-    assert len(watched.noted) == 1
+    watched.feed(event(USAGE_EVENT, end=b"\r\n\r\n"))
+    assert watched.filter.ended() == event(USAGE_EVENT, end=b"\r\n\r\n") + DONE
+    assert len(watched.counted) == 1
+
+
+def test_usage_that_is_not_the_last_event_passes_in_its_place() -> None:
+    watched = Watched(wants_usage=True)
+    assert watched.feed(event(USAGE_EVENT), event(last()), DONE) == event(USAGE_EVENT) + event(last())
+    assert watched.filter.ended(NOTE) == DONE
 
 
 def test_running_usage_passes_untouched() -> None:
     running = event(chunk("a", usage=USAGE))
-    assert Watched(wants_usage=True, note={"route": "warm"}).feed(running) == running
+    assert Watched(wants_usage=True).feed(running) == running
 
 
 # --- errors --------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import pytest
 from backhaul_router.errors import Leg
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Branch, Held, Taken
-from backhaul_router.report import Proof, Reason, Route
+from backhaul_router.report import Proof, Reason, Route, View
 from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     DropEngine,
     Ended,
     Event,
@@ -27,8 +28,8 @@ from backhaul_router.turn.effects import (
     Send,
     Settle,
     Took,
+    UnexpectedEvent,
 )
-from backhaul_router.turn.steps import Done, UnexpectedEvent
 from backhaul_router.wire import Endpoint, Facts
 from core_values import BLOCK, D1, D2, P1, P2, encoded, facts, fleet, handle, params
 from turn_drive import (
@@ -116,7 +117,7 @@ def test_a_handle_is_cut_to_what_is_common() -> None:
     assert (drive.report.offered, drive.report.diverged_at) == (96, 1)
 
 
-def test_the_clients_answer_has_no_handle_no_ids_and_a_note() -> None:
+def test_the_clients_answer_has_no_handle_no_ids_and_the_report() -> None:
     drive = Drive()
     drive.feed(rendered(), prefilled(), BODY, whole(), Ended())
     head = dict(drive.one(Respond).headers)
@@ -125,7 +126,16 @@ def test_the_clients_answer_has_no_handle_no_ids_and_a_note() -> None:
     answer = json.loads(drive.sent)
     assert "kv_transfer_params" not in answer
     assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == (None, None)
-    assert answer["usage"]["backhaul"] == {
+    assert answer["usage"]["backhaul"] == drive.report.to_dict()
+
+
+def test_of_the_report_a_client_is_told_what_it_may_see() -> None:
+    drive = Drive()
+    drive.feed(rendered(), prefilled(), BODY, whole(), Ended())
+    elsewhere = json.loads(View.WITHOUT_ENGINES.of(drive.report))
+    hidden = {"prefill_engine": "(url withheld)", "decode_engine": "(url withheld)"}
+    assert elsewhere == {**drive.report.to_dict(), **hidden}
+    assert json.loads(View.SUMMARY.of(drive.report)) == {
         "conversation": "c",
         "turn": 2,
         "route": "warm",
@@ -442,7 +452,7 @@ def test_a_new_engine_id_voids_the_handles_of_the_old_process() -> None:
 def test_ids_that_match_the_messages_but_not_the_tokens_point_at_the_answer() -> None:
     drive = Drive(history((*PROMPT[:100], *[7] * 28)))
     drive.feed(rendered())
-    assert drive.turn.draft["diverged_at"] == 1
+    assert drive.turn.draft.diverged_at == 1
 
 
 # --- requests that decode gets alone -------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ import msgspec
 from backhaul_router.errors import Leg
 from backhaul_router.fleet.engine import Holder
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger.records import Held, Taken
 from backhaul_router.report import Route
-from backhaul_router.turn.decoding import Collecting, Relaying
 from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     Ended,
     EndLease,
     Event,
@@ -31,7 +31,7 @@ from backhaul_router.turn.effects import (
     Respond,
     Settle,
 )
-from backhaul_router.turn.steps import Done
+from backhaul_router.turn.states import Collecting, Relaying
 from backhaul_router.wire import Endpoint
 from core_values import D1, D2, P1, P2, encoded, engine, facts, fleet, handle, leased, params, says
 from hypothesis import given, settings

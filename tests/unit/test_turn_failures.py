@@ -13,6 +13,7 @@ from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     Ended,
     Event,
     Failed,
@@ -23,7 +24,6 @@ from backhaul_router.turn.effects import (
     Send,
     Settle,
 )
-from backhaul_router.turn.steps import Done
 from backhaul_router.wire import Facts
 from core_values import D1, D2, P1, P2, encoded, fleet, params
 from turn_drive import (

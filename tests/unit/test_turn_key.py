@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger.records import Key
 from backhaul_router.turn.turn import Turn
 from core_values import config, facts, fleet

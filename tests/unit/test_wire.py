@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from backhaul_router import wire
 from backhaul_router.wire import Endpoint, MalformedBody, read_request
+from backhaul_router.wire.handle import Params
 from core_values import BLOCK, ENGINE_ID, encoded, facts, handle, params
 from hypothesis import given
 from hypothesis import strategies as st
@@ -489,7 +490,7 @@ def test_a_handle_says_where_and_how_much() -> None:
 
 def test_unknown_fields_and_numbers_are_carried_verbatim() -> None:
     raw = encoded(params())[:-1] + b',"later": [1.50, 12345678901234567890123], "remote_blocks_expiry_time":1.10}'
-    found, _ = wire.read_handle(raw)
+    found = wire.read_params(raw).handle
     assert found is not None
     assert b'"later": [1.50, 12345678901234567890123]' in found.params
     assert b'"remote_blocks_expiry_time":1.10' in found.params
@@ -497,19 +498,22 @@ def test_unknown_fields_and_numbers_are_carried_verbatim() -> None:
 
 def test_our_extension_is_taken_out_of_a_handle() -> None:
     raw = encoded({**params(), "backhaul": {"version": 1, "token_ids": [5, 6], "more": 1}})
-    found, ids = wire.read_handle(raw)
+    read = wire.read_params(raw)
+    found, ids = read.handle, read.token_ids
     assert found is not None
     assert json.loads(found.params) == params()
     assert ids == (5, 6)
 
 
 def test_generated_ids_come_without_a_handle_too() -> None:
-    assert wire.read_handle(encoded({"backhaul": {"version": 1, "token_ids": [5]}})) == (None, (5,))
+    read = wire.read_params(encoded({"backhaul": {"version": 1, "token_ids": [5]}}))
+    assert (read.handle, read.token_ids) == (None, (5,))
 
 
 @pytest.mark.parametrize("extension", [{"version": 2, "token_ids": "AAEC"}, {}, {"token_ids": [1]}, {"version": "2"}])
 def test_an_extension_of_an_unknown_version_tells_nothing(extension: object) -> None:
-    found, ids = wire.read_handle(encoded({**params(), "backhaul": extension}))
+    read = wire.read_params(encoded({**params(), "backhaul": extension}))
+    found, ids = read.handle, read.token_ids
     assert found is not None
     assert json.loads(found.params) == params()
     assert ids is None
@@ -539,13 +543,13 @@ def test_an_extension_of_an_unknown_version_tells_nothing(extension: object) -> 
     ],
 )
 def test_what_holds_no_blocks_is_no_handle(raw: bytes | None) -> None:
-    assert wire.read_handle(raw) == (None, None)
+    assert wire.read_params(raw) == Params()
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8])
 def test_a_cut_handle_is_cut_in_its_count_and_in_every_list(blocks: int) -> None:
     given = params(remote_block_ids=[list(range(8)), list(range(10, 18))], unknown=1.50)
-    found, _ = wire.read_handle(encoded(given))
+    found = wire.read_params(encoded(given)).handle
     assert found is not None
     assert json.loads(wire.join(wire.cut_handle(found, blocks, BLOCK))) == {
         **given,
@@ -631,10 +635,11 @@ ANSWER = {
 }
 
 
-def answered(*, keep_token_ids: bool = False, note: dict[str, object] | None = None, **fields: Any) -> dict[str, Any]:
+def answered(*, keep_token_ids: bool = False, note: bytes | None = None, **fields: Any) -> dict[str, Any]:
     members = wire.split(encoded(ANSWER | fields))
     asked = read_request(CHAT, chat(b'"return_token_ids": true' if keep_token_ids else b'"stream": false'))
-    seen: dict[str, Any] = json.loads(wire.client_answer(asked, members, note))
+    shown = wire.client_answer(asked.api, members, shows_ids=asked.wants_token_ids)
+    seen: dict[str, Any] = json.loads(wire.join(wire.noted(shown, note)))
     return seen
 
 
@@ -657,14 +662,15 @@ def test_a_completions_choice_loses_its_prompts_ids_too() -> None:
 
 
 def test_our_note_stands_in_usage_beside_what_was_there() -> None:
-    assert answered(note={"route": "warm"})["usage"] == {**ANSWER["usage"], "backhaul": {"route": "warm"}}  # type: ignore[dict-item]
-    assert answered(note={"route": "warm"}, usage=None)["usage"] is None
+    note = b'{"route":"warm"}'
+    assert answered(note=note)["usage"] == {**ANSWER["usage"], "backhaul": {"route": "warm"}}  # type: ignore[dict-item]
+    assert answered(note=note, usage=None)["usage"] is None
 
 
 def test_other_bytes_of_an_answer_are_not_touched() -> None:
     body = rb'{"choices": [ {"logprob": -0.10, "s":"\u00e9"} ], "x": 1.50, "kv_transfer_params": null}'
     assert (
-        wire.client_answer(read_request(CHAT, chat(b'"return_token_ids": true')), wire.split(body), None)
+        wire.join(wire.client_answer(CHAT.api, wire.split(body), shows_ids=True))
         == rb'{"choices":[ {"logprob": -0.10, "s":"\u00e9"} ],"x":1.50}'
     )
 
@@ -682,7 +688,7 @@ def test_token_counts_are_read() -> None:
 
 def test_prompt_ids_are_found_where_each_endpoint_puts_them() -> None:
     def ids(body: dict[str, Any]) -> object:
-        return wire.read_ids(wire.read_answer(CHAT, encoded(body)).ran)
+        return wire.read_ids(wire.read_answer(CHAT.api, encoded(body)).ran)
 
     assert ids({"choices": [{}], "prompt_token_ids": [1]}) == (1,)
     assert ids({"choices": [{"prompt_token_ids": [2]}]}) == (2,)

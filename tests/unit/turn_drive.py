@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from backhaul_router.errors import FailureKind, Leg
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Branch, Held, Taken
 from backhaul_router.report import Reason, ReuseReport, Route
@@ -17,6 +17,7 @@ from backhaul_router.turn.effects import (
     Answered,
     Call,
     Chunk,
+    Done,
     Event,
     Need,
     Open,
@@ -25,10 +26,11 @@ from backhaul_router.turn.effects import (
     Release,
     Send,
     Settle,
+    State,
     Take,
     Took,
 )
-from backhaul_router.turn.steps import Done, State
+from backhaul_router.turn.states import begin
 from backhaul_router.turn.turn import Turn
 from backhaul_router.wire import Facts
 from core_values import BLOCK, D1, P1, config, encoded, facts, fleet, handle, params
@@ -92,7 +94,7 @@ class Drive:
         cfg = config(**{"local_max_tokens": 0, "check_pairs": False, **settings})
         self.turn = Turn(given, identity, cfg, self.fleet, self.now, route)
         self.state: State | Done = Done()
-        self._follow(self.turn.begin(self.now))
+        self._follow(begin(self.turn, self.now))
         if identity is not None:
             assert isinstance(self.need, Take)
             self.feed(Took(taken if taken is not None else history()))
@@ -101,7 +103,7 @@ class Drive:
         self.state, actions = step
         self.actions += actions
         if not isinstance(self.state, Done):
-            self.needs.append(self.state.need)
+            self.needs.append(self.state.ask())
         return actions
 
     @property

@@ -7,7 +7,7 @@ BACKHAUL_REQUIRE_VLLM=1 that is a failure.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from _pytest.nodeid import coerce_node_id
 from backhaul_connector.launch.cluster import Connector
 from backhaul_router.report import Proof
-from real_engines import PYTHON, EngineSet, EngineSets
+from real_engines import PYTHON, EngineSet, EngineSets, note_leftovers
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 900
@@ -76,6 +76,26 @@ def vllm_python() -> Path:
             pytest.fail(missing, pytrace=False)
         pytest.skip(missing)
     return PYTHON
+
+
+_failed: list[str] = []
+"""Tests of which it is not known yet what they left in use."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and HERE in item.path.parents:
+        _failed.append(item.nodeid)
+    return report
+
+
+@pytest.fixture(autouse=True)
+async def leftovers() -> None:
+    """One failure fails one test: see `note_leftovers`."""
+    if _failed:
+        await note_leftovers(_failed[-1])
+        _failed.clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

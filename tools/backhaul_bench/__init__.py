@@ -1,1 +1,1 @@
-"""Measurements that the `backhaul` command makes: `backhaul bench ttft`, and the clusters that it and the demo run on."""
+"""Benchmarks: what `backhaul bench` measures, and the clusters that it and the demo run on."""

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import openai
 from backhaul import AsyncOpenAI, OpenAI
 from backhaul._http import openais_http_module
+from backhaul_cli.options import Count, Numbers
 from rich.table import Table
 
 from . import table
+from .options import OptionsError, Written
 from .table import plain_table
 
 _ANSWER = {
@@ -43,13 +43,17 @@ _TOOL = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
+EPILOG = "Exit status: 1 if the two sent different bodies."
 
-    messages: tuple[int, ...] = (2, 20, 200)
-    repeats: int = 50
-    json: Path | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Written):
+    messages: Annotated[Numbers, "in a history"] = (2, 20, 200)
+    repeats: Annotated[Count, "for each figure"] = 50
+
+    def __post_init__(self) -> None:
+        if min(self.messages) < 1:
+            raise OptionsError("--messages: 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +78,7 @@ def main(options: Options) -> int:
     out.print(_table(rows))
     same = all(row.same_body for row in rows)
     out.print("Both sent the same bodies, byte for byte." if same else "The clients sent DIFFERENT BODIES.")
-    if options.json is not None:
-        written = {"openai": openai.__version__, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    options.write({"openai": openai.__version__, "rows": [asdict(row) for row in rows]})
     return 0 if same else 1
 
 

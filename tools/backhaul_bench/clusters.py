@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,11 @@ def vllm(
             connector=connector,
             title=f"vLLM {found.vllm} on {'this CPU' if on_cpu else 'GPUs'}, model {engines.model}, {connector} connector",
         )
+
+
+def say(line: str) -> None:
+    """How a measurement goes on; what comes of it is on standard output."""
+    print(line, file=sys.stderr, flush=True)
 
 
 INTERRUPTED = 130

@@ -11,28 +11,32 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from backhaul_cli.options import Count
 from backhaul_connector.claims import Claims
 from backhaul_connector.decode_side import DecodeSide
 from backhaul_connector.lease_table import Grant, LeaseTable
 from backhaul_connector.prefill_side import PrefillSide
 from backhaul_connector.shape import Shape
+from backhaul_protocol.lease_channel import Claim
 from backhaul_router.ledger import digests
+
+from .options import OptionsError, Written
 
 _NEW = 1000
 """Tokens that a turn adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
+class Options(Written):
+    tokens: Annotated[Count, "of the history"] = 131_072
+    block_size: Annotated[Count, "TOKENS", "of a block"] = 16
+    repeats: Annotated[Count, "of each measurement"] = 30
 
-    tokens: int = 131_072
-    block_size: int = 16
-    repeats: int = 30
-    json: Path | None = None
+    def __post_init__(self) -> None:
+        if self.tokens < self.block_size:
+            raise OptionsError(f"--tokens {self.tokens}: at least one block of {self.block_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,8 @@ def measure(options: Options) -> Costs:
 
     def claim() -> None:
         table.add("read", hashes, lists, ids, block_size=size, ttl_s=480.0, shared=True)
-        asked: dict[str, Any] = {"engine_id": "D", "epoch": table.epoch, "claim": "c", "hold_s": 30.0}
-        assert isinstance(table.claim("read", blocks=blocks, last_hash=hashes[-1], **asked), Grant)
+        asked = Claim(1, "read", "D", table.epoch, blocks, hashes[-1], hold_s=30.0, claim="c")
+        assert isinstance(table.claim(asked), Grant)
         table.done("read", "c", read=True)
         table.release(["read"])
 
@@ -158,6 +162,5 @@ def main(options: Options) -> int:
         ("on the wire", f"{costs.bytes_per_token:.2f} bytes a token"),
     ):
         print(f"{what:44} {value}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(costs), indent=1) + "\n")
+    options.write(asdict(costs))
     return 0

@@ -8,16 +8,15 @@ import contextlib
 import json
 import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 import httpx2
+from backhaul_cli.options import Count
 from backhaul_connector.launch import cluster
 from backhaul_connector.launch.interpreter import find
 from backhaul_connector.launch.models import BUILT_IN
@@ -29,6 +28,7 @@ from backhaul_router.report import Proof, ReuseReport
 
 from . import answers, clusters
 from .answers import CHAT
+from .options import OnEngines
 from .wanderers import Wanderer
 
 Answer = tuple[int, answers.Choices]
@@ -47,18 +47,14 @@ _FORGET = 0.5
 then be read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
+EPILOG = "Exit status: 1 if any answer was wrong."
 
-    conversations: int = 1000
-    seed: int = 0
-    proof: Proof = Proof.TOKENS
-    engines: str = "loopback"
-    """`loopback` or `vllm`."""
-    model: str = "tiny"
-    python: str | None = None
-    json: Path | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OnEngines):
+    proof: Annotated[Literal["tokens", "connector"], "what shows that KV may be reused"] = "tokens"
+    conversations: Annotated[Count, "in all"] = 1000
+    seed: Annotated[int, "S", "of the conversations"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +290,7 @@ def vllm(proof: Proof, model: str, python: str | None) -> Iterator[Site]:
         dtype="float32" if on_cpu and model in BUILT_IN else None,
         connector=Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK,
     )
-    with _development_mode(), cluster.Engines(config, report=_say) as engines:
+    with _development_mode(), cluster.Engines(config, report=clusters.say) as engines:
         yield Site(
             prefill=(engines.prefill[0].url,),
             decode=(engines.decode[0].url,),
@@ -330,27 +326,17 @@ _DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 def main(options: Options) -> int:
     """Runs, prints, and returns the exit status: 1 if any answer was wrong. Raises `LaunchError`."""
-    try:
-        with clusters.termination_interrupts():
-            if options.engines == "loopback":
-                tally = asyncio.run(_on_loopback(options))
-            else:
-                with vllm(options.proof, options.model, options.python) as site:
-                    tally = asyncio.run(measure(site, conversations=options.conversations, seed=options.seed))
-    except KeyboardInterrupt:
-        _say("stopped")
-        return clusters.INTERRUPTED
+    if options.engines == "loopback":
+        tally = asyncio.run(_on_loopback(options))
+    else:
+        with vllm(Proof(options.proof), options.model, options.python) as site:
+            tally = asyncio.run(measure(site, conversations=options.conversations, seed=options.seed))
     for line in tally.lines():
         print(line)
-    if options.json is not None:
-        options.json.write_text(json.dumps(tally.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    options.write(tally.to_dict())
     return 1 if tally.wrong else 0
 
 
 async def _on_loopback(options: Options) -> Tally:
-    async with loopback(options.proof) as site:
+    async with loopback(Proof(options.proof)) as site:
         return await measure(site, conversations=options.conversations, seed=options.seed)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -10,21 +10,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from backhaul_connector.launch.cluster import Connector
+from backhaul_cli.options import Count
+from backhaul_connector.launch.command import Connector
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import ReuseReport, Route
 
 from . import clusters
 from .answers import CHAT, EngineTrouble
+from .options import MovesKv, OnVllm
 
 PLACES = ("Zürich", "Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Perth", "Toronto")
 QUESTIONS = (
@@ -78,15 +79,14 @@ _CALL_TOKENS, _ANSWER_TOKENS = 96, 64
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
+_CONVERSATIONS = len(PLACES)
 
-    conversations: int = len(PLACES)
-    model: str = "smollm2"
-    python: str | None = None
-    connector: Connector = Connector.BACKHAUL
-    json: Path | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OnVllm):
+    model: Annotated[str, "DIR_OR_NAME", "as for `up`"] = "smollm2"
+    conversations: Annotated[Count, "of eight turns"] = _CONVERSATIONS
+    connector: MovesKv = Connector.BACKHAUL
 
 
 @dataclass
@@ -198,26 +198,14 @@ def main(options: Options) -> int:
         template = Path(folder) / "tools.jinja"
         template.write_text(TEMPLATE)
         flags = ("--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        try:
-            with (
-                clusters.termination_interrupts(),
-                clusters.vllm(
-                    options.model,
-                    python=options.python,
-                    connector=Connector(options.connector),
-                    vllm_args=flags,
-                    report=_say,
-                ) as cluster,
-            ):
-                modes = asyncio.run(measure(cluster, options.conversations))
-                title = cluster.title
-        except KeyboardInterrupt:
-            _say("stopped")
-            return clusters.INTERRUPTED
+        with clusters.vllm(
+            options.model, python=options.python, connector=options.connector, vllm_args=flags, report=clusters.say
+        ) as cluster:
+            modes = asyncio.run(measure(cluster, options.conversations))
+            title = cluster.title
     for line in lines(title, options.conversations, modes):
         print(line)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"title": title, "modes": [mode.row() for mode in modes]}, indent=1) + "\n")
+    options.write({"title": title, "modes": [mode.row() for mode in modes]})
     return 0
 
 
@@ -231,7 +219,3 @@ def lines(title: str, conversations: int, modes: Sequence[Mode]) -> list[str]:
         for mode in modes
     ]
     return [f"{title}: {conversations} conversations of {2 * len(QUESTIONS)} turns", head, *rows]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

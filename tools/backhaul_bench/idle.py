@@ -14,23 +14,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from backhaul_cli.options import Count
 from backhaul_connector.launch.cluster import Connector, Engine, Engines, EnginesConfig
+
+from .options import MovesKv, OnVllm
 
 _SETTLES_S = 3.0
 _PROMPT = [*range(100, 400)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
-
-    model: str = "tiny"
-    python: str | None = None
-    connector: Connector = Connector.BACKHAUL
-    seconds: int = 10
-    json: Path | None = None
+class Options(OnVllm):
+    connector: MovesKv = Connector.BACKHAUL
+    seconds: Annotated[Count, "S", "for each line"] = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,5 @@ def main(options: Options) -> int:
     for row in rows:
         label = "one lease" if row.leases else "no lease"
         print(f"{label:10}" + "".join(f"{row.percent.get(name, 0.0):>14.1f}" for name in names))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    options.write([asdict(row) for row in rows])
     return 0

@@ -25,14 +25,15 @@ from typing import Protocol
 
 import aiohttp
 import msgspec
+from backhaul_cli.errors import CommandError
+from backhaul_protocol.leases import LeaseOperation
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
 from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.report import Route
-from backhaul_router.wire.connector_object import LeaseOperation
-from backhaul_router.wire.stream import StreamFilter
+from backhaul_router.wire.stream import Listeners, StreamFilter
 
 from .programs import cpu_s, program, rss_mb
 
@@ -53,7 +54,7 @@ _CONVERSATION = "x-conversation-id"
 _JSON = {"content-type": "application/json"}
 
 
-class NotWarm(RuntimeError):
+class NotWarm(CommandError):
     """A turn that was to be measured ran otherwise, or failed."""
 
 
@@ -390,9 +391,9 @@ class _DirectTurn:
 def _left(answer: bytes) -> wire.Handle:
     """D's handle, in a whole answer or in a stream."""
     if answer.startswith(b"{"):
-        handle, _ = wire.read_handle(_params_of(answer).kv_transfer_params)
+        handle = wire.read_params(_params_of(answer).kv_transfer_params).handle
     else:
-        events = StreamFilter(wants_usage=True, note=lambda _: None)
+        events = StreamFilter(Listeners(lambda _: None))
         events.feed(answer)
         handle = events.handle
     if handle is None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import socket
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,11 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from backhaul_cli.errors import CommandError
 from backhaul_router import wire
 from backhaul_router.engines.client import EngineCall, EngineFailure
 from backhaul_router.engines.http_client import HttpClient
 from rich.table import Table
 
+from .clusters import say
+from .options import OptionsError, Written
 from .overhead import BLOCKS, MAX_MODEL_LEN, first_turn, handed_on
 from .programs import Program, cpu_s, program, rss_mb
 from .table import console, plain_table
@@ -38,20 +39,21 @@ _START_S = 60.0
 _ROUNDS = 4
 
 
-class PeerError(RuntimeError):
+class PeerError(CommandError):
     """A program did not start, or did not answer; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
-
+class Options(Written):
     vllm_router: Path
     body_bytes: tuple[int, ...] = (2_000, 200_000)
     concurrency: tuple[int, ...] = (1, 32)
     turns: int = 200
     """Of each variant in each case; large bodies get a quarter."""
-    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.concurrency) < 1 or min(self.body_bytes) < 2_000:
+            raise OptionsError("--concurrency: 1 or more; --body-bytes: 2000 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,12 +303,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 def main(options: Options) -> int:
     """Measures and prints. Raises `PeerError` or `OSError`."""
-    rows = asyncio.run(measure(options, lambda line: print(line, file=sys.stderr, flush=True)))
+    rows = asyncio.run(measure(options, say))
     out = console()
     out.print(table(rows))
     out.print(
         f"Everything shares {os.cpu_count()} cores here, engines and clients too: with many at a time all wait for a core."
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    options.write({"rows": [asdict(row) for row in rows]})
     return 0

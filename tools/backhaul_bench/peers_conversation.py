@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,6 +23,8 @@ from backhaul_router.engines.http_client import HttpClient
 from rich.table import Table
 
 from . import answers
+from .clusters import say
+from .options import Written
 from .peers import JSON_HEADERS, LIMIT_S, PeerError, site
 from .setups import Setup
 from .table import console, plain_table
@@ -33,16 +34,13 @@ ANSWER_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
-
+class Options(Written):
     vllm_router: Path
     setup: Setup
     turns: int = 6
     new_tokens: int = 4_096
     """What each turn adds to the prompt, the answer before it included."""
     repeats: int = 3
-    json: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +166,7 @@ def table(rows: Sequence[Row], setup: Setup) -> Table:
 
 def main(options: Options) -> int:
     """Measures and prints. Raises `PeerError` or `OSError`."""
-    rows = asyncio.run(measure(options, lambda line: print(line, file=sys.stderr, flush=True)))
+    rows = asyncio.run(measure(options, say))
     console().print(table(rows, options.setup))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    options.write({"rows": [asdict(row) for row in rows]})
     return 0

@@ -1,4 +1,4 @@
-"""Modules of this project as processes of their own, and what they use."""
+"""Subprocesses: modules of this project as processes of their own, and what they use."""
 
 from __future__ import annotations
 

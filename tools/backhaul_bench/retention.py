@@ -12,15 +12,17 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from backhaul_cli.errors import CommandError
+from backhaul_cli.options import Count
 from backhaul_loopback import CostModel, LoopbackEngine, VirtualClock
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.report import ReuseReport, Route
 
 from .answers import CHAT
+from .options import Written
 
 _BLOCK = 16
 _TEXT = "Nobody goes on from here, and still the engine keeps every block of it until the lease ends. "
@@ -34,20 +36,16 @@ _AT_ONCE_S = 5.0
 """A request that takes longer has waited."""
 
 
-class TurnFailed(RuntimeError):
+class TurnFailed(CommandError):
     """An engine did not answer as it should."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
-
-    fit: int = 8
-    """One-shot requests whose KV fits into D at a time."""
-    requests: int = 80
+class Options(Written):
+    fit: Annotated[Count, "one-shot requests whose KV fits into D at a time"] = 8
+    requests: Annotated[Count, "one-shot requests"] = 80
     interval_s: float = 4.0
     """From an answer to the next request."""
-    json: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +173,5 @@ def main(options: Options) -> int:
     """Prints the table, and returns 0. Raises `TurnFailed`."""
     rows = asyncio.run(measure(options))
     print("\n".join(lines(options, rows)))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    options.write([asdict(row) for row in rows])
     return 0

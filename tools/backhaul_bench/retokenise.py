@@ -7,21 +7,20 @@ both. From the first such place on, the KV of the answer is that of another sequ
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
+from backhaul_cli.options import Count
 from backhaul_connector.launch import cluster
 from backhaul_connector.launch.interpreter import find
 from backhaul_connector.launch.models import BUILT_IN
 
-from . import clusters
 from .answers import CHAT, EngineTrouble, Json, first_of_group
+from .clusters import say
+from .options import OnVllm
 
 QUESTIONS = (
     "Explain in two paragraphs what {} is.",
@@ -50,15 +49,14 @@ _AROUND = 3
 """Tokens shown on either side of the first that differs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
+_CONVERSATIONS = len(TOPICS)
 
-    conversations: int = len(TOPICS)
-    answer_tokens: int = 120
-    model: str = "smollm2"
-    python: str | None = None
-    json: Path | None = None
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OnVllm):
+    model: Annotated[str, "DIR_OR_NAME", "as for `up`"] = "smollm2"
+    conversations: Annotated[Count, "of six turns"] = _CONVERSATIONS
+    answer_tokens: Annotated[Count, "at most"] = 120
 
 
 @dataclass(frozen=True)
@@ -170,18 +168,13 @@ def main(options: Options) -> int:
         device=found.device,
         dtype="float32" if on_cpu and options.model in BUILT_IN else None,
     )
-    try:
-        with clusters.termination_interrupts(), cluster.Engines(config, report=_say) as engines:
-            urls = [engine.url for engine in engines.all]
-            title = f"vLLM {found.vllm}, model {engines.model}"
-            result = asyncio.run(measure(urls, engines.model, title, options))
-    except KeyboardInterrupt:
-        _say("stopped")
-        return clusters.INTERRUPTED
+    with cluster.Engines(config, report=say) as engines:
+        urls = [engine.url for engine in engines.all]
+        title = f"vLLM {found.vllm}, model {engines.model}"
+        result = asyncio.run(measure(urls, engines.model, title, options))
     for line in lines(result):
         print(line)
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n")
+    options.write(asdict(result))
     return 0
 
 
@@ -202,7 +195,3 @@ def lines(result: Result) -> list[str]:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else "-"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

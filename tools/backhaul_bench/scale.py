@@ -18,24 +18,40 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from backhaul_cli.options import Count, Numbers
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.fleet.engine import Engine, Role
 from backhaul_router.fleet.fleet import Fleet
-from backhaul_router.identity.identify import Identity
+from backhaul_router.identity.ids import Identity
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.memory import MemoryLedger
 from backhaul_router.ledger.records import Branch, Held, Key
 from backhaul_router.report import Reason, Route
-from backhaul_router.turn.effects import Answered, Call, Chunk, Ended, Open, Opened, Read, Record, Settle, Take, Took
+from backhaul_router.turn.effects import (
+    Answered,
+    Call,
+    Chunk,
+    Done,
+    Ended,
+    Open,
+    Opened,
+    Read,
+    Record,
+    Settle,
+    Take,
+    Took,
+)
 from backhaul_router.turn.placement import Placement, Prompt, place
-from backhaul_router.turn.steps import Done
+from backhaul_router.turn.states import begin
 from backhaul_router.turn.turn import Turn
 from rich.table import Table
 
+from .clusters import say
+from .options import OptionsError, Written
 from .table import console, plain_table
 
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
@@ -52,15 +68,16 @@ _ANSWER_TOKENS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
+class Options(Written):
+    conversations: Annotated[Numbers, "kept at a time"] = STEPS
+    tokens: Annotated[Count, "of each history"] = 1_024
+    turns: Annotated[Count, "measured at each step"] = 400
 
-    conversations: tuple[int, ...] = STEPS
-    tokens: int = 1_024
-    """Of each conversation's history."""
-    turns: int = 400
-    """Measured at each step."""
-    json: Path | None = None
+    def __post_init__(self) -> None:
+        if min(self.conversations) < 1:
+            raise OptionsError("--conversations: 1 or more")
+        if self.tokens < 1_024:
+            raise OptionsError(f"--tokens {self.tokens}: 1024 or more, so that a handle is worth reading")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +271,10 @@ def turn(conversations: Conversations, fleet: Fleet, config: RouterConfig, numbe
         facts = wire.read_request(wire.Endpoint.CHAT, body)
         ledger.sweep(1.0)
         running = Turn(facts, identity, config, fleet, 1.0, chain=digests.chain(facts.parts))
-        state, _ = running.begin(1.0)
+        state, _ = begin(running, 1.0)
         chunks = iter((Chunk(answered), Ended()))
         while not isinstance(state, Done):
-            match state.need:
+            match state.ask():
                 case Take(key, chain, parent):
                     state, actions = state.next(Took(ledger.take(key, chain, 1.0, _usable, parent)), 1.0)
                 case Call():
@@ -360,14 +377,11 @@ def table(rows: Sequence[Row], options: Options) -> Table:
 
 def main(options: Options) -> int:
     """Measures, prints, and returns the exit status: 1 where a conversation takes more than it may."""
-    rows = measure(options, lambda line: print(line, file=sys.stderr, flush=True))
+    rows = measure(options, say)
     out = console()
     out.print(table(rows, options))
     last = rows[-1]
-    if options.json is not None:
-        options.json.write_text(
-            json.dumps({"tokens": options.tokens, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
-        )
+    options.write({"tokens": options.tokens, "rows": [asdict(r) for r in rows]})
     if last.record_bytes is None:
         return 0
     holds = last.record_bytes < LIMIT_BYTES

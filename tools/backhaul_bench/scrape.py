@@ -1,4 +1,4 @@
-"""What an engine's /metrics says of the turn that it has just run, by the difference of two readings.
+"""Scraping of metrics: what an engine's /metrics says of the turn that it has just run, by the difference of two readings.
 
 vLLM adds up the time of NIXL reads (`vllm:nixl_xfer_time_seconds`) and the time from a request's scheduling to its first token
 (`vllm:request_prefill_time_seconds`). It renews both when its engine core steps, so the second reading waits for that.

@@ -1,4 +1,4 @@
-"""Agents that change their histories at random between turns, as frameworks, users and bugs do."""
+"""Random walks: agents that change their histories at random between turns, as frameworks, users and bugs do."""
 
 from __future__ import annotations
 

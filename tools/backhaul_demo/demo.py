@@ -14,8 +14,9 @@ from backhaul._conversation import Conversation
 from backhaul._totals import ReuseTotal
 from backhaul_bench import clusters
 from backhaul_bench.clusters import Cluster
+from backhaul_bench.options import MovesKv, OnEngines
 from backhaul_bench.setups import DEMO
-from backhaul_connector.launch.cluster import Connector
+from backhaul_connector.launch.command import Connector
 
 from .agent import Turn, converse
 from .screen import Screen
@@ -25,16 +26,8 @@ _LOOPBACK_MAX_TOKENS = 96
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's."""
-
-    engines: str = "loopback"
-    """`loopback` or `vllm`."""
-    model: str = "tiny"
-    python: str | None = None
-    """The Python that has vLLM."""
-    connector: Connector = Connector.BACKHAUL
-    json: Path | None = None
+class Options(OnEngines):
+    connector: MovesKv = Connector.BACKHAUL
 
 
 @dataclass(frozen=True)

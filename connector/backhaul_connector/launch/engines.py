@@ -1,4 +1,4 @@
-"""Running engines: started together, watched, and ended so that no process is left."""
+"""Process group of running engines: started together, watched, and ended so that no process is left."""
 
 from __future__ import annotations
 
@@ -174,7 +174,9 @@ class Engines:
     def __enter__(self) -> Self:
         python = interpreter.find(self.config.python)
         if not python.plugin:
-            self._report(f"note: {python.path} has no Backhaul; without it, vLLM 0.32 hides the handle in streams")
+            self._report(
+                f"note: {python.path} has no Backhaul; without it, vLLM {python.vllm} hides handles in streams"
+            )
         try:
             models.ensure(self.config.model, python.path, self._report)
         except models.ModelError as error:
@@ -195,7 +197,7 @@ class Engines:
         self.decode = tuple(engine for engine in engines if engine.role is Role.DECODE)
         try:
             removed = "" if self._logs else " (removed at the end, unless an engine fails)"
-            self._report(f"vLLM {python.vllm} on {device}, logs in {logs}{removed}")
+            self._report(f"vLLM {python.vllm} with NIXL {python.nixl} on {device}, logs in {logs}{removed}")
             for engine in engines:
                 self._report(f"{engine.name}: starting on {engine.url}")
                 engine.start()

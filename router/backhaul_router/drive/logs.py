@@ -72,7 +72,7 @@ class Running:
         named: dict[str, Any] = {}
         if self.turn.identity is not None:
             named["conversation"] = self.turn.identity.conversation
-        if (number := self.turn.draft.get("turn")) is not None:
+        if (number := self.turn.draft.turn) is not None:
             named["turn"] = number
         if self.turn.tenant:
             named["tenant"] = self.turn.tenant

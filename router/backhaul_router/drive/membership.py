@@ -37,7 +37,7 @@ class Draining:
 
 
 class Membership:
-    """Membership of one router's fleet; also the engines that are configured and have not answered yet."""
+    """Membership of one router's fleet."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -45,30 +45,18 @@ class Membership:
         """Whether the engines have been asked, so that the fleet is there."""
         self.urls: list[bytes] = []
         """Of every engine that is or was there; errors for clients elsewhere must not show them."""
-        self._absent: dict[str, Role] = {}
+        self.absent: dict[str, Role] = {}
+        """Configured engines that have not answered yet, which are asked again from time to time."""
         self._asked_absent = 0.0
         for url in (*services.config.prefill, *services.config.decode):
             self._withhold(url)
-
-    @property
-    def absent(self) -> Mapping[str, Role]:
-        """Configured engines that have not answered yet."""
-        return dict(self._absent)
-
-    def forget_absent(self, url: str) -> bool:
-        """Does not ask an engine any more that has not answered yet. Returns whether there was one."""
-        return self._absent.pop(url, None) is not None
-
-    def expect_absent(self, url: str, role: Role) -> None:
-        """Asks an engine that is not there from time to time, as a configured one that has not answered."""
-        self._absent[url] = role
 
     async def connect(self) -> None:
         """`Router.connect`."""
         services = self._services
         config, clock = services.config, services.clock
         if self.connected:
-            if self._absent and clock() - self._asked_absent > _ASK_AGAIN_S:
+            if self.absent and clock() - self._asked_absent > _ASK_AGAIN_S:
                 self._asked_absent = clock()
                 services.spawn(self._ask_absent())
             return
@@ -85,12 +73,13 @@ class Membership:
         for engine in found:
             if engine.role is Role.DECODE and not engine.streams_handles:
                 log.warning(
-                    "%s does not show handles in its streams: streamed turns leave nothing to reuse, and pin its blocks for "
+                    "%s does not show handles in %s: those turns leave nothing to reuse, and pin its blocks for "
                     "%.0f s. Install backhaul beside vLLM, which loads its plugin.",
                     engine,
+                    engine.silent_streams,
                     config.decoder_kv_blocks_ttl,
                 )
-        self._absent = {url: wanted[url] for url in absent}
+        self.absent = {url: wanted[url] for url in absent}
         self._asked_absent = clock()
         self.connected = True
 
@@ -110,21 +99,20 @@ class Membership:
         return found, absent
 
     async def _ask_absent(self) -> None:
-        for url, role in list(self._absent.items()):
+        for url, role in list(self.absent.items()):
             try:
                 engine = await describe(self._services.client, url, role)
-                if url in self._absent:  # still wanted
+                if url in self.absent:  # still wanted
                     await self._join(engine)
             except Unreachable as error:
                 log.info("still left out: %s engine %s", role, error)
             except ConfigError as error:
                 log.error("left out: %s", error)  # noqa: TRY400
             else:
-                self._absent.pop(url, None)
+                self.absent.pop(url, None)
 
     async def add(self, role: Role, url: str) -> Engine:
-        """Asks the engine what it is, and lets turns go there from now on; one that drains is taken back. Raises `ConfigError`:
-        it does not answer, does not fit the others, or has the other role."""
+        """`Router.add_engine`. The engine does not answer, does not fit the others, or has the other role: `ConfigError`."""
         url = engine_url(role, url)
         await self.connect()
         server, _ = ranks.split(url)
@@ -140,7 +128,7 @@ class Membership:
         except Unreachable as error:
             raise ConfigError(f"{role} engine {error}: it has to run before it is added") from None
         await self._join(engine)
-        self._absent.pop(url, None)
+        self.absent.pop(url, None)
         self._withhold(url)
         return engine
 
@@ -149,8 +137,7 @@ class Membership:
         await self._services.fence.described(engine)
 
     async def drain(self, url: str) -> Draining:
-        """Sends no new conversation there from now on. Turns of conversations whose history a decode engine holds still go there.
-        May be called again, to see what is left. Raises `ConfigError` for an engine that is not there."""
+        """`Router.drain_engine`. Turns of conversations whose history a decode engine holds still go there."""
         engine = await self._known(url)
         fleet = self._services.fleet
         fleet.drain(engine.url)
@@ -158,9 +145,7 @@ class Membership:
         return Draining(url=engine.url, in_flight=fleet.load.in_flight[engine.url], handles=held)
 
     async def remove(self, url: str, *, within_s: float) -> None:
-        """Begins no turn there any more, waits up to `within_s` for those that run, and has it release what it holds for this
-        router. Turns that run on end as they would have; what they leave there ends with its TTL. Raises `ConfigError` for an
-        engine that is not there, and for the last one of its role."""
+        """`Router.remove_engine`. Turns that run on end as they would have; what they leave there ends with its TTL."""
         engine = await self._known(url)
         fleet, handles = self._services.fleet, self._services.handles
         others = [one for one in fleet.engines if one.role is engine.role and fleet.takes_part(one) and one != engine]

@@ -60,7 +60,8 @@ async def pause(services: Services, conversation: str, pause_s: float, tenant: s
             await renew(services, conversation, pause_s + config.lease_margin_s, tenant)
         except LeaseError as error:
             refused |= {one.name: f"it could not be renewed: {error}" for one in short}
-    await handles.release_some(conversation, set(refused), Reason.EXPIRED, tenant)
+    expired = handles.ledger.drop_for(conversation, lambda one: one.name in refused, Reason.EXPIRED, tenant)
+    await handles.end_now(expired)
     now = services.clock()
     held = await arrived(handles.ledger.held_for(conversation, tenant))
     left = [one for one in held if one.deadline > now]

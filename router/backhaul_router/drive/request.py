@@ -9,9 +9,9 @@ import msgspec
 
 from .. import wire
 from ..identity.hints import NO_HINTS, Hints
-from ..identity.identify import Identity
+from ..identity.ids import Identity
 from ..identity.scope import ConversationScope
-from ..report import Route
+from ..report import Route, View
 from ..turn.effects import Headers
 
 
@@ -32,7 +32,9 @@ class Request(msgspec.Struct, frozen=True):
     framework: Identity | None = None
     """What the framework around the calling code says (`frameworks.discover`); the scope goes before it."""
     tenant: str = ""
-    """Whose it is: nothing is shared with or found by requests of another tenant (`salts`)."""
+    """Whose it is: nothing is shared with or found by requests of another tenant (`cache_salt`)."""
+    view: View = View.WHOLE
+    """What the client may see of its turn's report."""
 
 
 class Reply(Protocol):

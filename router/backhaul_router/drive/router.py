@@ -18,8 +18,9 @@ from ..fleet import poison
 from ..fleet.engine import Engine, Role
 from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
-from ..identity.hints import HintError, checked_pause, read_hints
-from ..identity.identify import HEADERS, Identity, IdentityError, identify, with_parent
+from ..identity.hints import REPORT_HEADER, HintError, checked_pause, read_hints
+from ..identity.identify import HEADERS, IdentityError, identify, with_parent
+from ..identity.ids import Identity
 from ..identity.scope import parent_of
 from ..ledger import digests
 from ..ledger.protocol import Ledger, arrived
@@ -133,12 +134,13 @@ class Router:
         return await self.membership.add(Role(role), url)
 
     async def drain_engine(self, url: str) -> Draining:
-        """Sends no new conversation to an engine from now on. Returns what is left there. Raises `ConfigError`."""
+        """Sends no new conversation to an engine from now on. Returns what is left there; may be called again.
+        Raises `ConfigError` for one that is not there."""
         return await self.membership.drain(url)
 
     async def remove_engine(self, url: str, *, within_s: float = 30.0) -> None:
         """Takes an engine out and releases what it holds for this router, after its turns' end or `within_s` seconds. Raises
-        `ConfigError`."""
+        `ConfigError` for one that is not there, and for the last one of its role."""
         await self.membership.remove(url, within_s=within_s)
 
     def reconfigure(self, config: RouterConfig) -> None:
@@ -206,6 +208,7 @@ class Router:
         turn = Turn(facts, identity, services.config, services.fleet, now, request.route, hints, request.tenant, chain)
         spans = NO_SPANS if self.tracing is None else self.tracing.begin(turn, headers)
         turn.deaths = deaths
+        turn.view, turn.comments = request.view, REPORT_HEADER in headers
         turn.flushes = services.handles.ledger.flushes
         logs.note(turn)
         forwarded = engine_headers(headers, identity.conversation if identity else None)
@@ -253,7 +256,8 @@ class Router:
     async def end_conversation(self, conversation: str, tenant: str = "") -> None:
         """Forgets the conversation and releases what the engines hold for it. Unknown ids are fine."""
         await self._ready_to_release()
-        await self.services.end_conversation(conversation, tenant)
+        self.services.fleet.load.end_conversation(conversation, tenant)
+        await self.services.handles.end_now(self.ledger.forget(conversation, tenant))
 
     def forget(self, conversation: str, tenant: str = "") -> None:
         """As `end_conversation`, which releases in the background."""

@@ -15,7 +15,6 @@ from ..fleet.engine import Engine
 from ..identity.scope import ConversationScope
 from ..ledger.records import Taken
 from ..report import ReuseReport
-from ..turn.decoding import Collecting, Decoding, Relaying
 from ..turn.effects import (
     Action,
     Answered,
@@ -23,6 +22,7 @@ from ..turn.effects import (
     Check,
     Checked,
     Chunk,
+    Done,
     Ended,
     Event,
     Failed,
@@ -34,12 +34,13 @@ from ..turn.effects import (
     Record,
     Respond,
     Send,
+    State,
     Take,
     Took,
 )
-from ..turn.prefilling import Prefilling
-from ..turn.steps import Done, State
+from ..turn.states import Collecting, Decoding, Prefilling, Relaying, begin
 from ..turn.turn import Turn
+from .late_answers import read_late_answer
 from .request import Reply
 from .services import Services
 from .spans import NO_SPANS, Spans
@@ -79,7 +80,7 @@ class Run:
 
     async def start(self) -> Reply:
         """Drives the turn until its reply has a head."""
-        self._state, actions = self._turn.begin(self._services.clock())
+        self._state, actions = begin(self._turn, self._services.clock())
         try:
             self._perform(actions)
             while not self.status:
@@ -139,13 +140,13 @@ class Run:
             return
         stream.leave()
         self._stream = None
-        self._services.read_late_answer(state, stream)
+        self._services.spawn(read_late_answer(state, stream, self._services.perform))
 
     async def _advance(self) -> None:
         state = self._state
         if isinstance(state, Done):
             raise AssertionError("a turn ended without an answer")  # noqa: TRY004
-        event = await self._meet(state.need)
+        event = await self._meet(state.ask())
         if self._state is not state:
             return
         self._state, actions = state.next(event, self._services.clock())
@@ -194,9 +195,7 @@ class Run:
                 try:
                     answer = await self._services.client.call(call)
                 except EngineFailure as failure:
-                    self._spans.failed(failure)
-                    self._note(engine, leg, failure.kind)
-                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                    return self._failed(engine, leg, failure)
                 finally:
                     self._services.fleet.load.end(engine.url, tokens)
                 self._spans.answered(answer.status)
@@ -211,9 +210,7 @@ class Run:
                 try:
                     self._stream = await self._services.client.open(call)
                 except EngineFailure as failure:
-                    self._spans.failed(failure)
-                    self._note(engine, Leg.DECODE, failure.kind)
-                    return Failed(failure.kind, f"{engine}: {failure.message}")
+                    return self._failed(engine, Leg.DECODE, failure)
                 self._chunks = aiter(self._stream)
                 self._spans.answered(self._stream.status)
                 if self._stream.status >= 500:
@@ -234,12 +231,15 @@ class Run:
             self._chunks = None
             return Ended()
         except EngineFailure as failure:
-            self._spans.failed(failure)
-            if self._decoding is not None:
-                self._note(self._decoding, Leg.DECODE, failure.kind)
-            return Failed(failure.kind, f"{self._decoding}: {failure.message}")
+            return self._failed(self._decoding, Leg.DECODE, failure)
         finally:
             self._reading = False
+
+    def _failed(self, engine: Engine | None, leg: Leg, failure: EngineFailure) -> Failed:
+        self._spans.failed(failure)
+        if engine is not None:
+            self._note(engine, leg, failure.kind)
+        return Failed(failure.kind, f"{engine}: {failure.message}")
 
     def _detach(self) -> Detached:
         self._detached = Detached()
@@ -252,9 +252,8 @@ class Run:
             services.fleet.note_answer(engine, leg)
             return
         named = turn.identity is not None and not turn.identity.by_history
-        who = FailedRequest(
-            f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else "", turn.chain
-        )
+        conversation = f"{turn.tenant}/{turn.identity.conversation}" if turn.identity and named else ""
+        who = FailedRequest(conversation, turn.chain)
         services.fleet.note_failure(engine, leg, failed, who, services.clock())
         if failed is FailureKind.BROKEN:
             services.poison_list.broke(turn.chain, engine.url, services.clock())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, assert_never
 
 from ..config import RouterConfig
-from ..engines.client import EngineClient, EngineStream
+from ..engines.client import EngineClient
 from ..engines.leases import Leases
 from ..engines.load_polling import LoadPolling
 from ..engines.pair_checks import PairChecks
@@ -38,7 +38,6 @@ from ..turn.effects import (
     Settle,
 )
 from .handles import Handles
-from .late_answers import TakesLateAnswer, read_late_answer
 from .restart_fence import RestartFence
 from .write_behind import PendingWrite
 
@@ -74,7 +73,7 @@ class Services:
         self.handles = Handles(ledger, retention, self.leases, self.spawn, self._settled)
         self.fence = RestartFence(client, self.fleet, self.handles)
         self.pairs = PairChecks(client, self.fleet, config, clock, self.spawn)
-        self.recovery = RecoveryProbes(client, self.fleet, self.leases.release, lambda drop: self.perform(drop, None))
+        self.recovery = RecoveryProbes(client, self.fleet, self.leases.release, self.perform)
         self._polling = LoadPolling(client, self.fleet, config.load_interval_s)
         self._next_chores = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,17 +147,9 @@ class Services:
             await self.pairs.check(prefill, decode)
         return True
 
-    def read_late_answer(self, state: TakesLateAnswer, stream: EngineStream) -> None:
-        """Releases what the answer to a client that has left shows to be kept."""
-        self.spawn(self._read_late_answer(state, stream))
-
-    async def _read_late_answer(self, state: TakesLateAnswer, stream: EngineStream) -> None:
-        for action in await read_late_answer(state, stream):
-            self.perform(action, None)
-
     # --- what turns do
 
-    def perform(self, action: Action, scope: ConversationScope | None, pause_s: float | None = None) -> None:
+    def perform(self, action: Action, scope: ConversationScope | None = None, pause_s: float | None = None) -> None:
         """Everything but the client's answer. What a turn leaves is filed when the answer is on its way, or as soon as anything
         looks at the ledger; `pause_s` is the caller's word on when the next turn comes."""
         handles = self.handles
@@ -192,11 +183,6 @@ class Services:
         """Forgets a conversation, and releases in the background what the engines hold for it."""
         self.fleet.load.end_conversation(conversation, tenant)
         self.handles.drop(self.handles.ledger.forget(conversation, tenant))
-
-    async def end_conversation(self, conversation: str, tenant: str) -> None:
-        """As `forget`; returns when it is released."""
-        self.fleet.load.end_conversation(conversation, tenant)
-        await self.handles.end_now(self.handles.ledger.forget(conversation, tenant))
 
     def _settled(self, branch: Branch) -> None:
         """A turn's branch is on file."""

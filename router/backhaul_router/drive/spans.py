@@ -13,8 +13,9 @@ from ..report import ReuseReport
 from ..turn.turn import Turn
 
 
-class Spans(Protocol):
-    """Spans of one turn. Its calls to engines follow each other; each ends when the next begins, or the turn ends."""
+class Spans:
+    """Spans of one turn; these are the null object, of a turn that nobody traces. Its calls to engines follow each other: each
+    ends when the next begins, or the turn ends."""
 
     def begin(self, leg: Leg, engine: Engine, headers: dict[str, str]) -> None:
         """An engine is about to be called. The client's trace context in `headers` is replaced by that of the call's span."""
@@ -39,19 +40,4 @@ class Tracing(Protocol):
         """Hands on what is left, which can take seconds. Only where the spans' way out belongs to the router."""
 
 
-class _NoSpans:
-    def begin(self, leg: Leg, engine: Engine, headers: dict[str, str]) -> None:
-        pass
-
-    def answered(self, status: int) -> None:
-        pass
-
-    def failed(self, failure: EngineFailure) -> None:
-        pass
-
-    def end(self, report: ReuseReport) -> None:
-        pass
-
-
-NO_SPANS: Final[Spans] = _NoSpans()
-"""Of a turn that nobody traces."""
+NO_SPANS: Final = Spans()

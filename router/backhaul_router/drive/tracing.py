@@ -30,7 +30,6 @@ from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
 from ..report import ReuseReport
 from ..turn.turn import Turn
-from ..wire import Endpoint
 from .spans import NO_SPANS, Spans
 
 log = logging.getLogger("backhaul")
@@ -39,7 +38,6 @@ Value = str | bool | int | float
 
 _HEADERS: Final = TraceContextTextMapPropagator()
 """W3C Trace Context alone: baggage is the client's, and does not go to the engines."""
-_OPERATIONS: Final = dict.fromkeys(Endpoint, "chat") | {Endpoint.COMPLETIONS: "text_completion"}
 _MAX_NAME: Final = 256
 """Characters of what clients make up."""
 _GEN_AI: Final = {
@@ -95,7 +93,7 @@ class TurnTracing:
 
     def _begin(self, turn: Turn, headers: Mapping[str, str]) -> Spans:
         facts = turn.facts
-        operation, model = _OPERATIONS[facts.endpoint], facts.model[:_MAX_NAME]
+        operation, model = facts.api.operation, facts.model[:_MAX_NAME]
         attributes: dict[str, Value] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "vllm",
@@ -139,7 +137,7 @@ class _Call:
         self.span.set_status(Status(StatusCode.ERROR, description))
 
 
-class _TurnSpans:
+class _TurnSpans(Spans):
     def __init__(self, tracer: trace.Tracer, turn: Turn, span: Span, *, shows_server: bool) -> None:
         """`shows_server`: on a server's own span `server.address` would be its own."""
         self._shows_server = shows_server
@@ -197,23 +195,22 @@ class _TurnSpans:
         if call.leg is Leg.PREFILL and call.status == 200 and call.span.is_recording():
             draft = self._turn.draft
             call.span.set_attributes(
-                {f"backhaul.{key}": draft[key] for key in _OF_PREFILL if draft.get(key) is not None}
+                {f"backhaul.{key}": value for key in _OF_PREFILL if (value := getattr(draft, key)) is not None}
             )
-            if call.engine.connector is not None and draft.get("pulled") and draft.get("read_ms") is not None:
-                self._tell_read(call)
+            if call.engine.connector is not None and draft.pulled and draft.read_ms is not None:
+                self._tell_read(call, draft.read_ms)
         call.span.end(call.ended_ns)
 
-    def _tell_read(self, call: _Call) -> None:
+    def _tell_read(self, call: _Call, read_ms: float) -> None:
         """P tells how long its read took and not when it was: it comes before what is computed, once D has confirmed it."""
         draft = self._turn.draft
-        claim_ms, read_ms = draft.get("claim_ms") or 0.0, draft["read_ms"]
         latest_ns = call.ended_ns or time.time_ns()
-        started_ns = min(call.started_ns + int(claim_ms * 1e6), latest_ns)
+        started_ns = min(call.started_ns + int((draft.claim_ms or 0.0) * 1e6), latest_ns)
         ended_ns = min(started_ns + int(read_ms * 1e6), latest_ns)
         attributes: dict[str, Value] = {
-            f"backhaul.{key}": draft[key]
+            f"backhaul.{key}": value
             for key in ("pulled", "read_bytes", "read_ms", "claim_ms")
-            if draft.get(key) is not None
+            if (value := getattr(draft, key)) is not None
         }
         if call.read_from is not None:
             attributes |= {**_address(call.read_from), "backhaul.engine": call.read_from}

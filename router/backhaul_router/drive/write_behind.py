@@ -9,26 +9,25 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import msgspec
+
 from ..fleet.retention import Retention
 from ..ledger.protocol import Ledger
 from ..ledger.records import Held
 from ..turn.effects import Settle
 
 
-class PendingWrite:
+class PendingWrite(msgspec.Struct, eq=False):
     """Queue entry: what one turn left."""
 
-    __slots__ = ("dropped", "fault", "now", "pause_s", "settle")
-
-    def __init__(self, settle: Settle, now: float, pause_s: float | None) -> None:
-        self.settle = settle
-        self.now = now
-        """When it was left."""
-        self.pause_s = pause_s
-        self.dropped: tuple[Held, ...] = ()
-        """What is to be released once it is applied."""
-        self.fault: Exception | None = None
-        """Why it could not be applied."""
+    settle: Settle
+    now: float
+    """When it was left."""
+    pause_s: float | None
+    dropped: tuple[Held, ...] = ()
+    """What is to be released once it is applied."""
+    fault: Exception | None = None
+    """Why it could not be applied."""
 
     def tell(self, retention: Retention, dropped: tuple[Held, ...]) -> None:
         """Tells the account of what engines keep, once the ledger has it."""

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .. import ranks
 from ..fleet.accounts import Baseline
 from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
-from ..wire.engine_pages import AUDITED, connector_counters, start_of
+from ..wire.engine_metrics import AUDITED, connector_counters, page_of, start_of
 from .client import EngineCall, EngineClient, EngineFailure
 
 _TIMEOUT_S = 10.0
@@ -69,7 +68,7 @@ async def _lines(client: EngineClient, fleet: Fleet, engine: Engine, tolerance: 
         return []
     if answer.status != 200:
         return []
-    page = ranks.page_of(answer.body.decode(errors="replace"), engine.url)
+    page = page_of(answer.body, engine.url)
     counters, started_at = connector_counters(page), start_of(page)
     accounted = fleet.accounts.total(engine.url)
     in_flight = busy > 0 or fleet.load.in_flight[engine.url] > 0 or accounted != before

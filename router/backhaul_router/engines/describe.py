@@ -6,17 +6,16 @@ import asyncio
 
 import msgspec
 
-from .. import ranks
 from ..errors import ConfigError
 from ..fleet.engine import Engine, Role, check_version
-from ..wire.engine_pages import (
+from ..wire.engine_metrics import (
     block_size_of,
     connector_counters,
     connector_of,
     has_plugin,
     kv_tokens_of,
+    page_of,
     ranks_of,
-    read_models,
     start_of,
 )
 from .client import EngineAnswer, EngineCall, EngineClient, EngineFailure
@@ -41,13 +40,13 @@ async def describe(client: EngineClient, url: str, role: Role, timeout_s: float 
         _check(url + path, answer)
     try:
         number = msgspec.json.decode(version.body, type=dict[str, str])["version"]
-        names, adapters, max_model_len = read_models(models.body)
+        names, adapters, max_model_len = _read_models(models.body)
     except (msgspec.DecodeError, KeyError) as error:
         raise ConfigError(f"{url} does not answer like a vLLM engine: {error}") from None
     check_version(url, number)
     if not names:
         raise ConfigError(f"{url} serves no model")
-    page = ranks.page_of(metrics.body.decode(errors="replace"), url) if metrics.status == 200 else ""
+    page = page_of(metrics.body, url) if metrics.status == 200 else ""
     return Engine(
         url=url,
         role=role,
@@ -72,7 +71,7 @@ async def process_began(client: EngineClient, url: str, timeout_s: float = 2.0) 
         answer = await client.call(EngineCall(url + "/metrics", timeout_s=timeout_s))
     except EngineFailure:
         return None
-    return start_of(answer.body.decode(errors="replace")) if answer.status == 200 else None
+    return start_of(page_of(answer.body, url)) if answer.status == 200 else None
 
 
 def _check(url: str, answer: EngineAnswer) -> None:
@@ -92,3 +91,22 @@ async def _renders(client: EngineClient, url: str, model: str, timeout_s: float)
     except EngineFailure as failure:
         raise Unreachable(failure.message) from None
     return answer.status == 200
+
+
+class _Card(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+def _read_models(body: bytes) -> tuple[tuple[str, ...], frozenset[str], int | None]:
+    """Base model names, adapter names and context length from `/v1/models`. Raises `msgspec.DecodeError`."""
+    cards = msgspec.json.decode(body, type=_Cards).data
+    bases = [card for card in cards if not card.parent]
+    lengths = [card.max_model_len for card in bases if card.max_model_len]
+    names = tuple(card.id for card in bases)
+    return names, frozenset(card.id for card in cards if card.parent), min(lengths, default=None)

@@ -150,7 +150,7 @@ def _of_engine(engine: Engine) -> Iterable[Finding]:
     if engine.role is Role.DECODE and not engine.streams_handles:
         pins = "" if ours else ", and each pins its blocks until the TTL"
         yield warning(
-            f"its streams hide the handle: streamed turns leave nothing to reuse{pins}",
+            f"{engine.silent_streams} hide the handle: those turns leave nothing to reuse{pins}",
             "install this package beside vLLM there: it brings a vLLM plugin",
         )
     if not ours and not engine.renders:

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from backhaul_protocol.leases import LeaseAnswer, LeaseOperation, LeaseRow, read_lease_answer
 
 from .. import wire
 from ..errors import LeaseError
@@ -23,7 +24,6 @@ from ..fleet.engine import Engine, Holder, Role
 from ..fleet.fleet import Fleet
 from ..ledger.records import Held
 from ..turn.effects import EndLease, Release
-from ..wire.connector_object import LeaseAnswer, LeaseOperation, LeaseRow, read_lease_answer
 from .client import EngineCall, EngineClient, EngineFailure
 
 log = logging.getLogger("backhaul")
@@ -80,13 +80,10 @@ class Leases:
 
     def end_soon(self, holder: Holder, *, ride: bool = True) -> None:
         """Sends what is due there, unless a request takes it along."""
-        if ride and holder.rank is None:
-            self._end_soon(holder)
-        else:
+        if not ride or holder.rank is not None:
             self._end_due(holder)
-
-    def _end_soon(self, holder: Holder) -> None:
-        """One timer for all that is due there by then: a turn leaves a lease each time, and a timer costs more than the rest."""
+            return
+        # One timer for all that is due there by then: a turn leaves a lease each time, and a timer costs more than the rest.
         loop = asyncio.get_running_loop()
         waiting = self._waiting.setdefault(loop, set())
         if holder not in waiting:
@@ -130,18 +127,15 @@ class Leases:
 
     async def _send_due(self, holder: Holder) -> None:
         while leases := self._fleet.releases.take(holder):
-            await self._release_leases(holder, leases)
-
-    async def _release_leases(self, holder: Holder, leases: Sequence[str]) -> None:
-        try:
-            await self.operate(holder, LeaseOperation(release=leases))
-        except LeaseError as error:
-            log.warning(
-                "%d leases could not be released, their blocks stay pinned until their TTL: %s", len(leases), error
-            )
-            self._fleet.counters.count_release(len(leases), failed=True)
-        else:
-            self._fleet.counters.count_release(len(leases), failed=False)
+            failure: LeaseError | None = None
+            try:
+                await self.operate(holder, LeaseOperation(release=leases))
+            except LeaseError as error:
+                failure = error
+                log.warning(
+                    "%d leases could not be released, their blocks stay pinned until their TTL: %s", len(leases), error
+                )
+            self._fleet.counters.count_release(len(leases), failed=failure is not None)
 
     # --- by way of another engine
 
@@ -245,7 +239,7 @@ class Leases:
             decode=engine.url,
             count=sum(answer.count or 0 for answer in answers),
             blocks=sum(answer.blocks or 0 for answer in answers),
-            leases=tuple(lease for answer in answers for lease in answer.leases),
+            leases=tuple(lease for answer in answers for lease in answer.leases or ()),
         )
 
     def _ours(self) -> list[Engine]:

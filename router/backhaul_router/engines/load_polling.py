@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from .. import ranks
 from ..fleet.engine import Engine, Role
 from ..fleet.fleet import Fleet
-from ..wire.engine_pages import read_gauges, start_of
+from ..wire.engine_metrics import page_of, read_gauges, start_of
 from .client import EngineCall, EngineClient, EngineFailure
 
 log = logging.getLogger("backhaul")
@@ -56,7 +55,7 @@ class LoadPolling:
         except EngineFailure as failure:
             self._says_nothing(engine, failure.message)
             return
-        page = ranks.page_of(answer.body.decode(errors="replace"), engine.url) if answer.status == 200 else ""
+        page = page_of(answer.body, engine.url) if answer.status == 200 else ""
         gauges = read_gauges(page)
         if gauges is None:
             self._says_nothing(engine, f"its /metrics, answered with status {answer.status}, does not show it")

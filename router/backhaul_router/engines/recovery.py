@@ -108,7 +108,7 @@ class RecoveryProbes:
         """Whether the answer is one; what it pins is released. An engine that is another process than before is noticed, and so
         is one that is the same."""
         try:
-            answer = wire.read_answer(wire.Endpoint.COMPLETIONS, body)
+            answer = wire.read_answer(wire.Endpoint.COMPLETIONS.api, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
             log.warning("%s answered a probe with what cannot be read: %s", engine, error)
             return False

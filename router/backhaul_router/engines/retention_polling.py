@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterable
 
-from .. import ranks
+from backhaul_protocol.leases import LeaseOperation
+
 from ..errors import LeaseError
 from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
-from ..wire.connector_object import LeaseOperation
+from ..wire.engine_metrics import kv_usage_of, page_of
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases
 
 log = logging.getLogger("backhaul")
 
 _TIMEOUT_S = 5.0
-_USAGE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 async def poll_retention(client: EngineClient, fleet: Fleet, leases: Leases, decodes: Iterable[str]) -> None:
@@ -51,8 +50,7 @@ async def _usage(client: EngineClient, fleet: Fleet, engine: Engine) -> int | No
     """Tokens that are neither free nor prompts of this router's turns: an upper bound, with what those have answered so far,
     and with all that runs for others."""
     answer = await client.call(EngineCall(f"{engine.url}/metrics", timeout_s=_TIMEOUT_S))
-    shares = [float(share) for share in _USAGE.findall(ranks.page_of(answer.body.decode(errors="replace"), engine.url))]
-    if answer.status != 200 or engine.kv_tokens is None or not shares:
+    usage = kv_usage_of(page_of(answer.body, engine.url))
+    if answer.status != 200 or engine.kv_tokens is None or usage is None:
         return None
-    used = sum(shares) / len(shares) * engine.kv_tokens
-    return max(0, round(used) - fleet.retention.running(engine.url))
+    return max(0, round(usage * engine.kv_tokens) - fleet.retention.running(engine.url))

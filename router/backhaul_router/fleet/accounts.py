@@ -7,14 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..wire.connector_object import Account
-from ..wire.engine_pages import AUDITED
+from backhaul_protocol.account import Account
+
+from ..wire.engine_metrics import AUDITED
 from .engine import Engine
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """From where on a router's accounts and an engine's counters are compared."""
+    """Baseline of an audit: from where on a router's accounts and an engine's counters are compared."""
 
     accounted: Mapping[str, int]
     counted: Mapping[str, int]

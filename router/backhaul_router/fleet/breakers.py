@@ -31,6 +31,8 @@ _MOST = 64
 
 
 class BreakerState(enum.StrEnum):
+    """State of a circuit breaker."""
+
     CLOSED = "closed"
     OPEN = "open"
     """Its turns go to others, as long as there are others."""

@@ -1,4 +1,4 @@
-"""What the steps of a turn take on each engine, in milliseconds by tokens, learned from the turns' own legs.
+"""Cost model: what the steps of a turn take on each engine, in milliseconds by tokens, learned from the turns' own legs.
 
 A step is a straight line: something fixed, and so much per token. It is fitted to the last samples by Tukey's resistant line
 (medians of the shortest and of the longest third), which a third of wild samples does not move. Nothing is known of a step
@@ -31,7 +31,7 @@ _PRIOR_PREFILL_TOKENS = 1024.0
 
 
 class Line:
-    """Milliseconds by tokens: `fixed_ms + per_token_ms * tokens`."""
+    """Robust line fit of milliseconds by tokens: `fixed_ms + per_token_ms * tokens`."""
 
     __slots__ = ("_samples", "_seen", "fixed_ms", "per_token_ms", "reach")
 
@@ -77,7 +77,7 @@ class Line:
 
 @dataclass
 class _Rate:
-    """Milliseconds per token, smoothed."""
+    """Moving average of milliseconds per token."""
 
     ms_per_token: float = 0.0
     turns: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping
@@ -10,12 +11,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import ConfigError, Leg
+from ..wire import process_of
+from ..wire.endpoint import Api
 
 SUPPORTED = ((0, 32), (0, 33))
-"""vLLM versions (major, minor) whose wire protocol is known: 0.32 is run in the tests, 0.33 was read."""
+"""vLLM versions (major, minor) whose wire protocol is known and run in the tests."""
 
 
 class Role(enum.StrEnum):
+    """Role of an engine."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -27,7 +32,7 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine, as it described itself."""
+    """Engine, as it described itself."""
 
     url: str
     role: Role
@@ -42,7 +47,7 @@ class Engine:
     renders: bool
     """Answers `/v1/chat/completions/render` (`--enable-scale-out`)."""
     streams_handles: bool
-    """Its streams carry the handle: our plugin is loaded, or vLLM does it by itself."""
+    """All of its streams carry the handle, and the generated ids: our plugin is loaded."""
     connector: int | None = None
     """Version of our connector, where it runs and the version is known here."""
     at_start: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -59,11 +64,18 @@ class Engine:
         """A streamed turn pins blocks there that nobody can release. One of ours retains nothing unless it is asked to."""
         return not self.streams_handles and self.connector is None
 
+    def shows_handle(self, api: Api) -> bool:
+        """Whether a streamed answer carries the handle, by our plugin or by vLLM itself."""
+        since = api.streams_handles_since
+        return self.streams_handles or (since is not None and release(self.version) >= since)
+
+    @property
+    def silent_streams(self) -> str:
+        """Which streams hide the handle without our plugin."""
+        return "its streams of /v1/messages" if release(self.version) >= (0, 33) else "its streams"
+
     def __str__(self) -> str:
         return f"{self.role} engine {self.url}"
-
-
-_RANK = re.compile(r"_dp(\d+)$")
 
 
 class Holder(NamedTuple):
@@ -77,14 +89,20 @@ class Holder(NamedTuple):
     @classmethod
     def of(cls, decode: str, engine_id: str) -> Holder:
         """The process that made a handle, by the engine id in it."""
-        found = _RANK.search(engine_id) if "_dp" in engine_id else None
-        return cls(decode, found[1] if found else None)
+        process = process_of(engine_id)
+        return cls(decode, engine_id[len(process) + len("_dp") :] or None)
+
+
+@functools.cache
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number of a vLLM version; zeros where it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found is not None else (0, 0)
 
 
 def check_version(url: str, version: str) -> None:
     """Raises `ConfigError` for a vLLM whose wire protocol is not known."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) not in SUPPORTED:
+    if release(version) not in SUPPORTED:
         known = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
         raise ConfigError(f"{url} runs vLLM {version}; this Backhaul knows the KV transfer protocol of vLLM {known}")
 

@@ -26,8 +26,8 @@ log = logging.getLogger("backhaul")
 
 
 class Fleet:
-    """The engines, and what changes about them. Methods, those of the parts too, lock where they change something and never
-    await; engines are named to the parts by their URL."""
+    """Registry of the engines, and of what changes about them. Methods, those of the parts too, lock where they change
+    something and never await; engines are named to the parts by their URL."""
 
     def __init__(self, engines: Iterable[Engine], seed: int = 0, retention: Retention | None = None) -> None:
         """Lots are drawn between engines that are equal, by `seed`; with 0 the first one is taken."""
@@ -107,11 +107,8 @@ class Fleet:
             return engines[0] if engines else None
 
         def burden(engine: Engine) -> tuple[int, bool, tuple[bool, float, int, float]]:
-            return (
-                self._rank(engine),
-                verifying and not self.capabilities.verifies(engine),
-                self.load.burden(engine.url),
-            )
+            unverified = verifying and not self.capabilities.verifies(engine)
+            return self._rank(engine), unverified, self.load.burden(engine.url)
 
         if home is None:
             return min(engines, key=burden)
@@ -130,9 +127,8 @@ class Fleet:
         return engine if self._may_stay(engine) else None
 
     def _leaves(self, home: Engine, other: Engine, moving_ms: float) -> bool:
-        if self._rank(other) > self._rank(home) or (
-            self.capabilities.verifies(home) and not self.capabilities.verifies(other)
-        ):
+        verifies = self.capabilities.verifies
+        if self._rank(other) > self._rank(home) or (verifies(home) and not verifies(other)):
             return False
         if home.role is Role.DECODE:
             return self.load.leaves_decode(home.url, other.url)

@@ -1,4 +1,4 @@
-"""What the engines have to do, and which of them a conversation should go to, stay with or leave.
+"""Load balancing with affinity: what the engines have to do, and which of them a conversation should go to, stay with or leave.
 
 Three measures, since none is enough alone: the calls and tokens that this router has in flight; the conversations that live
 on an engine, which count also while their agents think; and what engines say themselves (`Gauges`), which is old but covers
@@ -17,11 +17,11 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 
-from ..wire.engine_pages import Gauges
+from ..wire.engine_metrics import Gauges
+from ..wire.json_members import interned
 
 MARGIN_MS = 20.0
 """What is gained by less is noise."""
@@ -62,14 +62,8 @@ class _Home(msgspec.Struct, frozen=True, eq=False, gc=False):
     at: float
 
 
-@lru_cache(maxsize=1024)
-def _shared(engines: tuple[str, ...]) -> tuple[str, ...]:
-    """The same value as ever: there are few, and many conversations."""
-    return engines
-
-
 class Homes:
-    """Which engines each live conversation ran on last. Bounded by time and number; the oldest go first."""
+    """LRU map of the engines that each live conversation ran on last. Bounded by time and number; the oldest go first."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[tuple[str, str], _Home] = OrderedDict()
@@ -87,7 +81,7 @@ class Homes:
         if before is None or before.engines != engines:
             self._leave(before.engines if before else ())
             self._counts.update(engines)
-        self._homes[name] = _Home(_shared(engines), now)
+        self._homes[name] = _Home(interned(engines), now)
         self._homes.move_to_end(name)
         if len(self._homes) > _MOST_HOMES:
             self._drop_oldest()

@@ -1,4 +1,5 @@
-"""Table of engine pairs: which prefill engine (P) can read from which decode engine (D), as exchanges have shown."""
+"""Compatibility table of engine pairs: which prefill engine (P) can read from which decode engine (D), as exchanges have
+shown."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ class PairTable:
     def __init__(self, get: Callable[[str], Engine | None]) -> None:
         """`get` finds an engine by its URL."""
         self._get = get
+        self._checked: set[tuple[str, str]] = set()
         self._unsafe: dict[tuple[str, str], str] = {}
-        self._safe: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     def is_checked(self, prefill: str, decode: str) -> bool:
         """Whether it is known if P can read from D. A P of ours needs no check: it answers where a stock one hangs."""
         engine = self._get(prefill)
         ours = engine is not None and engine.connector is not None
-        return ours or (prefill, decode) in self._safe or (prefill, decode) in self._unsafe
+        return ours or (prefill, decode) in self._checked
 
     def unsafe_for(self, decode: str) -> frozenset[str]:
         """Prefill engines that cannot read from this decode engine."""
@@ -31,11 +32,10 @@ class PairTable:
     def note(self, prefill: str, decode: str, why_unsafe: str | None) -> None:
         """What an exchange between the two has shown."""
         with self._lock:
+            self._checked.add((prefill, decode))
             if why_unsafe is None:
                 self._unsafe.pop((prefill, decode), None)
-                self._safe.add((prefill, decode))
             else:
-                self._safe.discard((prefill, decode))
                 self._unsafe[prefill, decode] = why_unsafe
 
     @property
@@ -47,5 +47,5 @@ class PairTable:
     def forget(self, url: str) -> None:
         """The engine is removed."""
         with self._lock:
-            self._safe = {pair for pair in self._safe if url not in pair}
+            self._checked = {pair for pair in self._checked if url not in pair}
             self._unsafe = {pair: why for pair, why in self._unsafe.items() if url not in pair}

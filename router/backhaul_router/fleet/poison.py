@@ -1,5 +1,5 @@
-"""Requests that were on an engine when its connection broke. What an engine was working on may be why it died, so such a request
-gets one other engine, and when that one breaks too it is sent to none any more, whoever sends it. No I/O, no clock."""
+"""Poison-message list: requests that were on an engine when its connection broke, which may be why it died. Such a request gets
+one other engine, and when that one breaks too it is sent to none any more, whoever sends it. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MAX: Final = 4096
 
 
 class PoisonList:
-    """By a digest of the request's messages. A fleet whose connections hold costs a look at an empty dictionary."""
+    """Poison-message list by a digest of the request's messages. A fleet whose connections hold costs a look at an empty
+    dictionary."""
 
     def __init__(self) -> None:
         self._deaths: dict[bytes, tuple[tuple[str, float], ...]] = {}

@@ -1,4 +1,4 @@
-"""What decode engines keep for this router's conversations, counted; and which of it is given up when there is too much.
+"""Cache budget with eviction: counts what decode engines keep for this router's conversations, and gives up what is too much.
 
 Blocks that a decode engine (D) keeps are blocks that its requests cannot have. Two limits hold for every D whose capacity is
 known, checked when a turn is sent there and when one has left something there:
@@ -31,9 +31,8 @@ import msgspec
 
 from ..ledger.deadlines import CalendarQueue
 from ..ledger.records import Branch, Held, Key, Taken
+from .retention_accounts import NOBODY, DecodeAccount, RetainedHandle, deadline_of, place_of
 
-DEFAULT_SHARE = 0.5
-"""Of D's KV cache, where no budget is given."""
 _LEAST_SHARE = 0.25
 """Of the budget, which a router may use whatever others keep there."""
 _DOUBLINGS = 3
@@ -46,7 +45,7 @@ Name = tuple[str, str]
 
 
 class Cause(enum.StrEnum):
-    """Why something is not kept any more."""
+    """Reason of an eviction, or of any other end of a handle."""
 
     SUPERSEDED = "superseded"
     """The conversation's next turn has left its own."""
@@ -65,7 +64,7 @@ class Cause(enum.StrEnum):
 
 
 class Victim(msgspec.Struct, frozen=True):
-    """Given up. It is out of the accounts, and still to be dropped from the ledger and released."""
+    """Evicted handle. It is out of the accounts, and still to be dropped from the ledger and released."""
 
     key: Key
     held: Held
@@ -75,7 +74,7 @@ class Victim(msgspec.Struct, frozen=True):
 
 
 class Reserved(NamedTuple):
-    """What a turn is expected to need on a decode engine while it runs."""
+    """Reservation: what a turn is expected to need on a decode engine while it runs, in tokens."""
 
     decode: str
     prompt: int
@@ -84,97 +83,14 @@ class Reserved(NamedTuple):
     """It is there; else it is still being prefilled."""
 
 
-_NOBODY = Key("", "", "", "")
-
-
-class _Kept(msgspec.Struct, eq=False, gc=False):
-    """One handle. There are as many as there are live conversations: what is added here is added to each of them."""
-
-    held: Held | None
-    """`None` when it has ended."""
-    key: Key
-    tokens: int
-    deadline: float
-    seen: float
-    patience_s: float
-    resumes: float = 0.0
-    """When an announced pause ends."""
-    busy: int = 0
-    """Turns that have taken it."""
-
-    def expected_until(self, now: float) -> float:
-        if self.resumes > now:
-            return now - (self.resumes - now) + self.patience_s
-        return max(self.seen, self.resumes) + self.patience_s
-
-    def look_again(self, now: float) -> None:
-        """Moves its place to what is expected now, which changes none of what will be."""
-        if self.resumes > now:
-            self.seen = now
-        else:
-            self.seen, self.resumes = max(self.seen, self.resumes), 0.0
-
-
-def _place(kept: _Kept) -> float:
-    """Until when it was expected to be used as of `seen`: under this it is in the order."""
-    seen, resumes = kept.seen, kept.resumes
-    return seen - (resumes - seen) + kept.patience_s if resumes > seen else seen + kept.patience_s
-
-
-def _awaited(kept: _Kept) -> float | None:
-    return None if kept.held is None else _place(kept)
-
-
-def _deadline(kept: _Kept) -> float | None:
-    return None if kept.held is None else kept.deadline
-
-
-class _Decode:
-    """The accounts of one decode engine, in tokens."""
-
-    def __init__(self) -> None:
-        self.capacity: int | None = None
-        self.block_size = 1
-        self.kept = 0
-        self.prompts = 0
-        self.answers = 0
-        self.sent = 0
-        """Of the prompts, those that are there."""
-        self.scale = 1.0
-        """What the engine really keeps for us, of what our handles add up to."""
-        self.others = 0
-        """Kept for others, as far as is known."""
-        self.handles: dict[str, _Kept] = {}
-        """By request id."""
-        self.order = CalendarQueue(_awaited)
-        """By when they are least expected to be used any more."""
-        self.known = False
-        """It is one of the fleet's engines. Of another the account ends with what it counts."""
-
-    def whole_blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size) * self.block_size
-
-    @property
-    def empty(self) -> bool:
-        return not (self.handles or self.prompts or self.answers)
-
-    @property
-    def own(self) -> float:
-        return self.kept * self.scale
-
-    @property
-    def in_use(self) -> float:
-        return self.own + self.others + self.prompts + self.answers
-
-
 class Retention:
-    """Counts, and chooses. Give `take_due` to whoever can drop and release."""
+    """Cache budget with eviction: counts, and chooses. Give `take_due` to whoever can drop and release."""
 
     def __init__(self, budget: int | None = None, one_shot_s: float = 60.0) -> None:
-        """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
+        """`budget`: tokens per decode engine; `None` for `retention_accounts.DEFAULT_SHARE` of what each has."""
         self.configure(budget, one_shot_s)
-        self._decodes: dict[str, _Decode] = {}
-        self._deadlines = CalendarQueue(_deadline)
+        self._decodes: dict[str, DecodeAccount] = {}
+        self._deadlines = CalendarQueue(deadline_of)
         self._due: list[Victim] = []
         self._answer = float(_ANSWER)
         self._now = 0.0
@@ -223,10 +139,8 @@ class Retention:
 
     def budget(self, decode: str) -> int | None:
         """`None` where there is none: it is not configured, and the engine does not say how much it has."""
-        if self._given_budget is not None:
-            return self._given_budget
         account = self._decodes.get(decode)
-        return None if account is None or account.capacity is None else int(account.capacity * DEFAULT_SHARE)
+        return self._given_budget if account is None else account.budget(self._given_budget)
 
     def free(self, decode: str) -> int | None:
         """Tokens that nothing is expected to use: below 0 where turns wait for others. `None` where the engine does not say how
@@ -382,13 +296,13 @@ class Retention:
 
     # --- with the lock held
 
-    def _of(self, decode: str) -> _Decode:
+    def _of(self, decode: str) -> DecodeAccount:
         account = self._decodes.get(decode)
         if account is None:
-            account = self._decodes[decode] = _Decode()
+            account = self._decodes[decode] = DecodeAccount()
         return account
 
-    def _find(self, name: Name) -> _Kept | None:
+    def _find(self, name: Name) -> RetainedHandle | None:
         account = self._decodes.get(name[0])
         return None if account is None else account.handles.get(name[1])
 
@@ -397,10 +311,10 @@ class Retention:
         kept = account.handles.get(name)
         if kept is None:
             tokens = account.whole_blocks(held.handle.tokens)
-            kept = _Kept(held, key, tokens, held.deadline, now, patience_s)
+            kept = RetainedHandle(held, key, tokens, held.deadline, now, patience_s)
             account.handles[name] = kept
             account.kept += tokens
-            account.order.put(kept, _place(kept))
+            account.order.put(kept, place_of(kept))
             self._deadlines.put(kept, kept.deadline)
         else:
             kept.held, kept.key = held, key
@@ -408,19 +322,21 @@ class Retention:
             self._seen(kept, account, now, 0.0, patience_s)
         self._keep_to_limits(account)
 
-    def _watch(self, kept: _Kept, deadline: float) -> None:
+    def _watch(self, kept: RetainedHandle, deadline: float) -> None:
         before, kept.deadline = kept.deadline, deadline
         if deadline != before:
             self._deadlines.void(before)
             self._deadlines.put(kept, deadline)
 
     @staticmethod
-    def _seen(kept: _Kept, account: _Decode, now: float, resumes: float, patience_s: float | None = None) -> None:
+    def _seen(
+        kept: RetainedHandle, account: DecodeAccount, now: float, resumes: float, patience_s: float | None = None
+    ) -> None:
         """A sign of life; a pause until `resumes` follows."""
-        before = _place(kept)
+        before = place_of(kept)
         kept.seen, kept.resumes = now, resumes
         kept.patience_s = kept.patience_s if patience_s is None else patience_s
-        if (place := _place(kept)) != before:
+        if (place := place_of(kept)) != before:
             account.order.void(before)
             account.order.put(kept, place)
 
@@ -439,14 +355,14 @@ class Retention:
         kept = None if account is None else account.handles.pop(request_id, None)
         if account is None or kept is None:
             return
-        place, kept.held, kept.key = _place(kept), None, _NOBODY  # its places in the lists are void, and keep nothing
+        place, kept.held, kept.key = place_of(kept), None, NOBODY  # its places in the lists are void, and keep nothing
         account.order.void(place)
         self._deadlines.void(kept.deadline)
         account.kept -= kept.tokens
         self._released[cause] += 1
         self._close_if_unknown(decode, account)
 
-    def _close_if_unknown(self, decode: str, account: _Decode) -> None:
+    def _close_if_unknown(self, decode: str, account: DecodeAccount) -> None:
         if not account.known and account.empty and self._decodes.get(decode) is account:
             del self._decodes[decode]
 
@@ -456,19 +372,16 @@ class Retention:
             if kept.held is not None:
                 self._end(kept.held.name, Cause.EXPIRED)
 
-    def _keep_to_limits(self, account: _Decode, *, with_turn: bool = False) -> tuple[Victim, ...]:
+    def _keep_to_limits(self, account: DecodeAccount, *, with_turn: bool = False) -> tuple[Victim, ...]:
         over = account.in_use - account.capacity if account.capacity is not None else 0.0
         cause = Cause.ROOM if over > 0 else Cause.BUDGET
-        budget = self._given_budget
-        if budget is None and account.capacity is not None:
-            budget = int(account.capacity * DEFAULT_SHARE)
-        if budget is not None:
+        if (budget := account.budget(self._given_budget)) is not None:
             over = max(over, account.own - max(budget - account.others, budget * _LEAST_SHARE))
         return self._give_up(account, over / account.scale, cause, with_turn) if over > 0 else ()
 
-    def _give_up(self, account: _Decode, tokens: float, cause: Cause, with_turn: bool) -> tuple[Victim, ...]:
+    def _give_up(self, account: DecodeAccount, tokens: float, cause: Cause, with_turn: bool) -> tuple[Victim, ...]:
         victims: list[Victim] = []
-        busy: list[_Kept] = []
+        busy: list[RetainedHandle] = []
         order = account.order
         while tokens > 0 and (kept := order.take(math.inf)) is not None:
             held = kept.held
@@ -476,14 +389,14 @@ class Retention:
                 continue
             if kept.busy:
                 busy.append(kept)
-            elif kept.expected_until(self._now) > _place(kept):  # the end of a pause has come nearer
+            elif kept.expected_until(self._now) > place_of(kept):  # the end of a pause has come nearer
                 kept.look_again(self._now)
-                order.put(kept, _place(kept))
+                order.put(kept, place_of(kept))
             else:
                 victims.append(Victim(kept.key, held, cause, with_turn and held.leased))
                 tokens -= kept.tokens
                 self._end(held.name, cause)
         for kept in busy:
-            order.put(kept, _place(kept))
+            order.put(kept, place_of(kept))
         self._due += victims
         return tuple(victims)

@@ -1,4 +1,5 @@
-"""Ids that agents' harnesses send of their own accord: coding agents' headers, and fields of the OpenAI and Anthropic APIs.
+"""Adapters for agents' own headers: ids that they send of their own accord, coding agents' headers, and fields of the OpenAI
+and Anthropic APIs.
 
 They were made for other purposes, so nothing here is an error: what is malformed or too long is passed over.
 """

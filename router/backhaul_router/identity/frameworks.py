@@ -1,4 +1,4 @@
-"""The conversation that the framework around a call is in, read from its context variables.
+"""Adapters for frameworks: the conversation that a call is in, read from the framework's context variables.
 
 Nothing is imported: a framework that the process has not loaded is not in use. What is read are the frameworks' own words for
 a conversation; where their internals have changed, that costs the discovery and is logged once, and the call goes on.

@@ -1,4 +1,5 @@
-"""What a caller knows of a conversation's future, and the engines do not: this turn is the last, or a long pause follows.
+"""Hints of a caller, who knows of a conversation's future what the engines do not: this turn is the last, or a long pause
+follows.
 
 A request says so in headers, which never reach the engines. Inside a process the SDK says it through `current`.
 """
@@ -15,6 +16,8 @@ from ..config import RouterConfig
 
 LAST_TURN_HEADER = "x-backhaul-last-turn"
 PAUSE_HEADER = "x-backhaul-pause"
+REPORT_HEADER = "x-backhaul-report"
+"""Asks for the turn's report in a comment of the stream, whose events need not have usage."""
 DYNAMO_FINAL_HEADER = "x-dynamo-session-final"
 MAX_PAUSE_S = 86_400.0
 """Of what may be asked for; how much of it a router grants is `longest_pause_s`."""
@@ -23,6 +26,8 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
 class Hints(msgspec.Struct, frozen=True):
+    """Hints about one conversation's future."""
+
     last_turn: bool = False
     """The turn leaves nothing, and at its end everything that is held for its conversation is released."""
     pause_s: float | None = None

@@ -1,5 +1,6 @@
-"""Which conversation a request belongs to: by what the caller says, else by the scope and the framework that it runs in, else by
-what its tool sends of its own accord. Where there is none of these the router goes by the history (`ledger.find`)."""
+"""Chain of resolvers: which conversation a request belongs to, by what the caller says, else by the scope and the framework that
+it runs in, else by what its tool sends of its own accord. Where there is none of these the router goes by the history
+(`ledger.find`)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ import msgspec
 from . import agent_headers
 from .ids import MAX_ID_BYTES, Identity, fits
 from .response_ids import ResponseIds
-
-__all__ = ["FIELDS", "HEADERS", "MAX_ID_BYTES", "PARENT_HEADER", "Identity", "IdentityError", "identify", "with_parent"]
 
 HEADERS = ("x-conversation-id", "x-session-id")
 PARENT_HEADER = "x-backhaul-parent"

@@ -8,7 +8,7 @@ MAX_ID_BYTES = 256
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A conversation's id and where it came from, such as `body:session_id`."""
+    """Conversation id, and where it came from, such as `body:session_id`."""
 
     conversation: str
     source: str

@@ -1,4 +1,4 @@
-"""Which conversation a response of `/v1/responses` belongs to, for requests that go on from it by its id."""
+"""LRU map from a response of `/v1/responses` to its conversation, for requests that go on from it by its id."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .ids import fits
 
 
 class ResponseIds:
-    """The last responses' ids and their conversations. Bounded: of a tenant's, the one that was named least recently goes
-    first, and none of another tenant's."""
+    """LRU map of the last responses' ids and their conversations, per tenant. Bounded: of a tenant's, the one that was named
+    least recently goes first, and none of another tenant's."""
 
     def __init__(self, max_responses: int = 10_000) -> None:
         self._max_responses = max_responses

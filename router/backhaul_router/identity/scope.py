@@ -1,4 +1,4 @@
-"""The conversation that the calling code is in: a context variable, so that it reaches every framework's calls.
+"""Context variable of the conversation that the calling code is in, so that it reaches every framework's calls.
 
 The SDK's `Conversation` is put here; the transport reads it in the caller's own context, and hands it each report.
 """

@@ -1,1 +1,1 @@
-"""Where conversations' handles are on file: in memory, or in Redis or Valkey for several routers."""
+"""Repository of conversations' handles: in memory, or in Redis or Valkey for several routers."""

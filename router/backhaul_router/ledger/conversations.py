@@ -1,4 +1,4 @@
-"""The conversations on file, by key and by name, and of each tenant in the order in which they were last active.
+"""LRU map of the conversations on file, by key and by name, ordered within each tenant.
 
 The order is a list through the conversations themselves: an ordered dictionary beside them takes 100 bytes for each.
 """
@@ -13,7 +13,7 @@ from .records import Branch, Key
 
 
 class Conversation:
-    """There may be a million: what is added here is added to each of them."""
+    """Entry of the map. There may be a million: what is added here is added to each of them."""
 
     __slots__ = ("after", "before", "branches", "generation", "key", "seen", "turns", "watched")
 
@@ -71,7 +71,7 @@ class _Tenant:
 
 
 class Conversations:
-    """Their owner has the lock."""
+    """LRU map of conversations, per tenant. Its owner has the lock."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
@@ -167,9 +167,8 @@ class Conversations:
         if len(self._tenants) == 1:
             return next(iter(self._tenants))
 
-        def size(
-            tenant: str,
-        ) -> tuple[int, bool]:  # of equal ones not the one that grows: its only one may be the new one
+        def size(tenant: str) -> tuple[int, bool]:
+            # of equal ones not the one that grows: its only one may be the new one
             grows = tenant == growing
             return self._tenants[tenant].count + more * grows, not grows
 

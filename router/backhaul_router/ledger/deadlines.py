@@ -1,4 +1,4 @@
-"""Many things, each with a time, in the order of their times: a place in a list for each, until its time is near.
+"""Calendar queue: many things, each with a time, in a bucket for its span of time; only the bucket that is near is a heap.
 
 A heap of pairs takes 100 bytes a thing, and what is not awaited any more stays in it. Here the things are in one list for each
 span of time, in no order; only the list whose time has come is put in order. A list of which too much is void is cleaned by
@@ -19,8 +19,9 @@ _VOID = 4
 
 
 class CalendarQueue(Generic[_T]):
-    """Their owner has the lock, and knows of each thing the time under which it was put here last: `when` says it, or `None`
-    of what is not awaited any more. Every other time under which the thing was put here is void."""
+    """Calendar queue whose entries are voided lazily. Their owner has the lock, and knows of each thing the time under which it
+    was put here last: `when` says it, or `None` of what is not awaited any more. Every other time under which the thing was put
+    here is void."""
 
     def __init__(self, when: Callable[[_T], float | None], span_s: float = _SPAN_S) -> None:
         self._when = when

@@ -1,4 +1,4 @@
-"""Where the histories of conversations without a name end, so that a request that goes on from one is known by its messages.
+"""LRU index of the ends of histories: a request that goes on from a conversation without a name is known by its messages.
 
 A request continues a history when it begins with all of its messages and has more: both are chains of digests, so it is
 enough to look for the digest of a history's last message among the request's. Equal openings are no continuation: two
@@ -20,8 +20,8 @@ _Ends = bytes | frozenset[bytes]
 
 
 class HistoryIndex:
-    """The ends of the histories of at most `max_conversations` conversations of each tenant, or of all where there are no
-    tenants; its owner has the lock."""
+    """LRU index: the ends of the histories of at most `max_conversations` conversations of each tenant, or of all where there
+    are no tenants; its owner has the lock."""
 
     def __init__(self, max_conversations: int, max_per_tenant: int | None = None) -> None:
         self._max_conversations = max_conversations

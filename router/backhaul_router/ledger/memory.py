@@ -1,4 +1,4 @@
-"""The map from conversation to handles.
+"""Repository in memory: the map from conversation to handles.
 
 Invariants, whatever the interleaving of turns:
 - a stock engine's handle leaves the ledger by `take` and is in nobody else's hands until it is given back: it is used at
@@ -37,7 +37,7 @@ _OPENING = 2
 
 
 class MemoryLedger:
-    """A ledger in this process."""
+    """Ledger in this process."""
 
     shared = False
     available = True
@@ -266,10 +266,12 @@ class MemoryLedger:
     def drop_engine(self, decode: str, engine_id: str) -> tuple[Held, ...]:
         """Drops the handles that an earlier process of a decode engine made (`engine_id` as `process_of` has it); there is
         nothing to release."""
-        return self._drop_everywhere(
-            lambda held: held.decode == decode and process_of(held.handle.engine_id) == engine_id,
-            Reason.ENGINE_CHANGED,
-        )
+
+        def is_its(held: Held) -> bool:
+            return held.decode == decode and process_of(held.handle.engine_id) == engine_id
+
+        with self._lock:
+            return self._drop_all(is_its, Reason.ENGINE_CHANGED)
 
     def flush(self) -> tuple[Held, ...]:
         """Drops every handle, as for a weight update; the histories stay. What turns that are running have taken or leave is not
@@ -280,10 +282,6 @@ class MemoryLedger:
 
     async def aclose(self) -> None:
         """Nothing is under way."""
-
-    def _drop_everywhere(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
-        with self._lock:
-            return self._drop_all(condition, reason)
 
     def _drop_all(self, condition: Callable[[Held], bool], reason: Reason) -> tuple[Held, ...]:
         return tuple(

@@ -1,4 +1,4 @@
-"""What a router asks of a ledger, whether it is in its own memory or shared with others."""
+"""Repository interface: what a router asks of a ledger, whether it is in its own memory or shared with others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def arrived(later: Later[_T]) -> _T:
 
 
 class Ledger(Protocol):
-    """The methods do what those of `MemoryLedger` say."""
+    """Interface of a ledger. The methods do what those of `MemoryLedger` say."""
 
     @property
     def shared(self) -> bool:

@@ -1,5 +1,5 @@
-"""What a ledger keeps and gives: a conversation's key, its histories (branches) with the handles that D left for them, and what a
-turn takes of them. Values, no rules of filing: those are in `memory`."""
+"""Value objects that a ledger keeps and gives: a conversation's key, its histories (branches) with the handles that D left for
+them, and what a turn takes of them. No rules of filing: those are in `memory`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTRUCTIONS = 1
 
 
 class Key(NamedTuple):
-    """What a conversation's state is filed under; nothing crosses any part of it."""
+    """Composite key of a conversation's state; nothing crosses any part of it."""
 
     tenant: str
     model: str
@@ -29,7 +29,7 @@ class Key(NamedTuple):
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """A handle in the ledger, with what the router knows of it."""
+    """Filed handle, with what the router knows of it."""
 
     handle: Handle
     decode: str
@@ -83,7 +83,7 @@ class Branch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What `take` found: the branch that shares the longest history, its handle if it can be used, else why not."""
+    """Result of `take`: the branch that shares the longest history, its handle if it can be used, else why not."""
 
     generation: int = UNOPENED
     """Tells this conversation from a later one under the same key."""

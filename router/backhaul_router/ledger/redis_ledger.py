@@ -1,4 +1,5 @@
-"""The map from conversation to handles on a Redis or Valkey server, shared by routers. Needs the extra `redis`.
+"""Shared repository with optimistic concurrency: the map from conversation to handles on a Redis or Valkey server, shared by
+routers. Needs the extra `redis`.
 
 A change is worked out on a copy of one record, or two, by the rules of `MemoryLedger`, and written if nobody has changed them
 meanwhile, else worked out again on what is there now. What holds beyond those rules:
@@ -26,9 +27,10 @@ import msgspec
 from ..report import Reason
 from . import digests
 from .records import Branch, Held, Key, Taken
+from .redis_copy import Limits, WorkingCopy
 from .redis_link import LedgerUnavailable, RedisLink
-from .redis_local import Filed, Queues, Readers, TurnNumbers
-from .redis_records import Copy, Keys, Limits, Loaded, Name, handles_in, moved, name_in, with_body
+from .redis_local import FiledHandles, HandleRefCounts, RecordLocks, TurnNumbers
+from .redis_records import Keys, Name, Snapshot, handles_in, moved, name_in, with_body
 from .redis_scripts import COMMIT, FIND, LOAD, MOVE_EPOCH
 
 log = logging.getLogger("backhaul")
@@ -59,7 +61,7 @@ class _Changed(Generic[_T]):
 
 
 class RedisLedger:
-    """A ledger that routers share. Methods that have to ask the server return coroutines."""
+    """Ledger that routers share. Methods that have to ask the server return coroutines."""
 
     shared = True
 
@@ -87,10 +89,10 @@ class RedisLedger:
             max_idle_s=max_idle_s,
         )
         self._clock = clock
-        self._filed = Filed()
-        self._readers = Readers()
+        self._filed = FiledHandles()
+        self._ref_counts = HandleRefCounts()
         self._turns = TurnNumbers()
-        self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, Queues] = WeakKeyDictionary()
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, RecordLocks] = WeakKeyDictionary()
         self.flushes = 0
         """How often all routers' handles were flushed, when the server was asked last."""
         self._background: set[asyncio.Task[Any]] = set()
@@ -110,11 +112,6 @@ class RedisLedger:
     @property
     def available(self) -> bool:
         return not self._link.down
-
-    @property
-    def down(self) -> bool:
-        """The server did not answer when it was asked last."""
-        return self._link.down
 
     def handles(self) -> tuple[Held, ...]:
         """Those that this router has filed and does not know to be gone."""
@@ -159,8 +156,8 @@ class RedisLedger:
             branch = with_body(branch, changed.body)
             branch = msgspec.structs.replace(branch, held=next(iter(changed.here(filter(None, [branch.held]))), None))
         held = next(iter(changed.here(filter(None, [taken.held]))), None)
-        self._readers.took(held)
-        drop = self._readers.free(changed.here((*taken.drop, *changed.dropped)))
+        self._ref_counts.took(held)
+        drop = self._ref_counts.free(changed.here((*taken.drop, *changed.dropped)))
         return msgspec.structs.replace(taken, branch=branch, held=held, drop=drop)
 
     async def _untake(self, key: Key, work: asyncio.Task[Taken]) -> None:
@@ -172,7 +169,7 @@ class RedisLedger:
         if taken.held is None:
             return ()
         if taken.held.shared:
-            return self._readers.done(taken.held)
+            return self._ref_counts.done(taken.held)
         held = taken.held
         return await self._dropped(
             Name.of(_filed_under(key, taken)),
@@ -183,15 +180,15 @@ class RedisLedger:
     async def lost(self, key: Key, taken: Taken, reason: Reason) -> tuple[Held, ...]:
         """As `MemoryLedger.lost`."""
         dropped = await self._dropped(Name.of(_filed_under(key, taken)), lambda copy, _: copy.lost(key, taken, reason))
-        return dropped + self._readers.done(taken.held)
+        return dropped + self._ref_counts.done(taken.held)
 
     async def settle(self, key: Key, taken: Taken, branch: Branch, now: float) -> tuple[Held, ...]:
         """As `MemoryLedger.settle`. A turn that could not take files what it leaves all the same."""
         left = branch.held
-        if left is not None and self._readers.has_dropped(left):  # dropped while the turn ran
+        if left is not None and self._ref_counts.has_dropped(left):  # dropped while the turn ran
             branch, left = msgspec.structs.replace(branch, held=None, missing=Reason.NO_HANDLE), None
 
-        def file(copy: Copy, now: float) -> tuple[Held, ...]:
+        def file(copy: WorkingCopy, now: float) -> tuple[Held, ...]:
             filed = branch
             if left is not None:
                 filed = msgspec.structs.replace(branch, held=moved(left, copy.offset))
@@ -200,7 +197,7 @@ class RedisLedger:
             return copy.settle(key, taken, filed, now)
 
         dropped = await self._dropped(Name.of(key), file, unfiled=left)
-        return dropped + self._readers.done(taken.held)
+        return dropped + self._ref_counts.done(taken.held)
 
     # --- conversations
 
@@ -226,7 +223,7 @@ class RedisLedger:
             loaded = await self._load([self._keys.record(name)])
         except LedgerUnavailable:
             return ()
-        copy = Copy([name], loaded, self._limits, self._keys)
+        copy = WorkingCopy([name], loaded, self._limits, self._keys)
         offset = copy.offset
         return tuple(moved(held, -offset) for held in copy.held_for(conversation, tenant))
 
@@ -247,7 +244,7 @@ class RedisLedger:
     ) -> None:
         """As `MemoryLedger.renewed`; where the server does not answer the deadlines stay as they were."""
 
-        def renew(copy: Copy, there: float) -> tuple[Held, ...]:
+        def renew(copy: WorkingCopy, there: float) -> tuple[Held, ...]:
             offset = copy.offset
             shared = {name: deadline + offset for name, deadline in deadlines.items()}
             copy.renewed(conversation, shared, None if now is None else there, tenant)
@@ -265,7 +262,7 @@ class RedisLedger:
     async def _sweep(self, due: Mapping[Name, frozenset[tuple[str, str]]]) -> tuple[Held, ...]:
         renewed: dict[Name, dict[tuple[str, str], Held]] = {}
 
-        def sweep(copy: Copy, there: float) -> tuple[Held, ...]:
+        def sweep(copy: WorkingCopy, there: float) -> tuple[Held, ...]:
             dropped = copy.sweep(there + _EARLY_S)
             renewed[copy.names[0]] = {one.name: moved(one, -copy.offset) for one in copy.handles()}
             return dropped
@@ -293,7 +290,7 @@ class RedisLedger:
         self._filed.clear()
         await self._link.aclose()
 
-    async def _everywhere(self, work: Callable[[Copy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
+    async def _everywhere(self, work: Callable[[WorkingCopy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
         dropped: tuple[Held, ...] = ()
         try:
             async for keys in self._link.scan(self._keys.every_record):
@@ -303,7 +300,9 @@ class RedisLedger:
             log.warning("not all conversations could be looked through, what they hold ends with its leases: %s", error)
         return dropped
 
-    async def _each(self, names: Iterable[Name], work: Callable[[Copy, float], tuple[Held, ...]]) -> tuple[Held, ...]:
+    async def _each(
+        self, names: Iterable[Name], work: Callable[[WorkingCopy, float], tuple[Held, ...]]
+    ) -> tuple[Held, ...]:
         at_once = asyncio.Semaphore(_AT_ONCE)
 
         async def one(name: Name) -> tuple[Held, ...]:
@@ -315,30 +314,30 @@ class RedisLedger:
     # --- changes
 
     async def _dropped(
-        self, name: Name, work: Callable[[Copy, float], tuple[Held, ...]], *, unfiled: Held | None = None
+        self, name: Name, work: Callable[[WorkingCopy, float], tuple[Held, ...]], *, unfiled: Held | None = None
     ) -> tuple[Held, ...]:
         """What can be released after a change. `unfiled` is what it was to file: released too when it certainly did not."""
         try:
             changed = await self._change([name], work)
         except LedgerUnavailable as error:
             return () if unfiled is None or error.unknown else (unfiled,)
-        return self._readers.free(changed.here((*changed.result, *changed.dropped)))
+        return self._ref_counts.free(changed.here((*changed.result, *changed.dropped)))
 
     async def _change(
         self,
         names: Sequence[Name],
-        work: Callable[[Copy, float], _T],
+        work: Callable[[WorkingCopy, float], _T],
         *,
         wait_s: float | None = None,
-        body_of: Callable[[Copy, _T], tuple[int, str]] = lambda copy, result: (0, ""),
+        body_of: Callable[[WorkingCopy, _T], tuple[int, str]] = lambda copy, result: (0, ""),
     ) -> _Changed[_T]:
         """Does `work` on a copy of the records, as often as it takes. Raises `LedgerUnavailable`."""
         keys = [self._keys.record(name) for name in names]
-        async with self._queue().turn(keys, wait_s):
+        async with self._record_locks().turn(keys, wait_s):
             loaded = await self._load(keys)
             give_up = time.monotonic() + (wait_s or _PATIENCE_S)
             while True:
-                copy = Copy(names, loaded, self._limits, self._keys)
+                copy = WorkingCopy(names, loaded, self._limits, self._keys)
                 result = work(copy, loaded.now)
                 changes = copy.changes(body_of(copy, result))
                 if changes is None:
@@ -350,23 +349,23 @@ class RedisLedger:
                     return _Changed(result, copy.offset, (*copy.flushed, *room), answer[1])
                 if time.monotonic() > give_up:
                     raise LedgerUnavailable("others change the conversation all the time")
-                loaded = Loaded.of(answer[1:], self._clock())
+                loaded = Snapshot.of(answer[1:], self._clock())
 
-    async def _load(self, keys: Sequence[str]) -> Loaded:
+    async def _load(self, keys: Sequence[str]) -> Snapshot:
         try:
             answer = await self._link.run(LOAD, [self._keys.epoch, *keys])
         except LedgerUnavailable as error:
             raise LedgerUnavailable(str(error)) from None  # it was read alone
-        loaded = Loaded.of(answer, self._clock())
+        loaded = Snapshot.of(answer, self._clock())
         self.flushes = loaded.epoch
         return loaded
 
-    def _note(self, names: Sequence[Name], copy: Copy) -> None:
+    def _note(self, names: Sequence[Name], copy: WorkingCopy) -> None:
         on_file = {held.name: moved(held, -copy.offset) for held in copy.handles()}
         self._filed.note(names, on_file, copy.filed)
 
-    def _queue(self) -> Queues:
-        return self._queues.setdefault(asyncio.get_running_loop(), Queues())
+    def _record_locks(self) -> RecordLocks:
+        return self._locks.setdefault(asyncio.get_running_loop(), RecordLocks())
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)

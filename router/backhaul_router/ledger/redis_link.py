@@ -1,4 +1,5 @@
-"""Calls to Redis or Valkey that take a bounded time, and what happens when it does not answer. Needs the extra `redis`.
+"""Client of Redis or Valkey with a circuit breaker: calls take a bounded time, and fail at once in an outage. Needs the extra
+`redis`.
 
 After a call that failed the server counts as gone: calls fail at once, but for one every `_TRY_AGAIN_S`, which finds out whether
 it is back. So an outage costs one turn in a while its wait, and the others nothing.
@@ -36,8 +37,8 @@ class LedgerUnavailable(LeaseError):
 
 
 class RedisLink:
-    """One server; a connection pool per event loop. Raises `ConfigError` where the extra `redis` is not installed, or the URL is
-    none of Redis."""
+    """Client of one server with a circuit breaker; a connection pool per event loop. Raises `ConfigError` where the extra
+    `redis` is not installed, or the URL is none of Redis."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a router on a shared ledger knows of its own part: what it has filed and has to sweep, which shared handles its turns are
+"""Local state of a router on a shared ledger: what it has filed and has to sweep, which shared handles its turns are
 reading, and in which order it changes a conversation."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _deadline(one: _Mine) -> float | None:
     return None if one.held is None else one.held.deadline
 
 
-class Filed:
-    """Handles that this router has filed, and does not know to be gone. Deadlines are in its own time."""
+class FiledHandles:
+    """Index of the handles that this router has filed, and does not know to be gone. Deadlines are in its own time."""
 
     def __init__(self) -> None:
         self._filed: dict[Name, tuple[_Mine, ...]] = {}
@@ -92,8 +92,8 @@ class Filed:
         return found
 
 
-class Readers:
-    """How many of this router's turns have taken each shared handle: it is not released before they are done."""
+class HandleRefCounts:
+    """Reference counts of shared handles that this router's turns have taken: one is not released before they are done."""
 
     def __init__(self) -> None:
         self._takers: Counter[_HandleName] = Counter()
@@ -135,7 +135,8 @@ class Readers:
 
 
 class TurnNumbers:
-    """The last turn of each conversation here, so that turns of an outage are numbered too: reports are told apart by it."""
+    """LRU map of the last turn of each conversation here, so that turns of an outage are numbered too: reports are told apart
+    by it."""
 
     def __init__(self, most: int = 10_000) -> None:
         self._most = most
@@ -160,8 +161,8 @@ class TurnNumbers:
         return turn + 1
 
 
-class Queues:
-    """Has the changes of a record that begin in one event loop happen one after the other."""
+class RecordLocks:
+    """Mutex per record: its changes that begin in one event loop happen one after the other."""
 
     def __init__(self) -> None:
         self._locks: dict[str, asyncio.Lock] = {}

@@ -1,4 +1,4 @@
-"""The steps that Redis or Valkey does at one stroke.
+"""Lua scripts: the steps that Redis or Valkey does atomically.
 
 A record is a hash: `v`, its version, drawn anew with every change; `h`, its head; `n`, the conversation's name; `e`, the ends of
 histories by which it is found; and a field for the body of each branch. Heads and bodies mean nothing here (`redis_records`). A
@@ -106,8 +106,8 @@ return out
 """
 )
 """KEYS as in `LOAD`. ARGV: the life, the version that each record had; which record a body is wanted of (0 for none) and its
-field; then for each record `keep`, or `drop` or `put` with what `redis_records.Copy` writes. Returns 1, the body and the heads
-of the records that made room; or 0 and what `LOAD` returns, where something has changed."""
+field; then for each record `keep`, or `drop` or `put` with what `redis_copy.WorkingCopy` writes. Returns 1, the body and the
+heads of the records that made room; or 0 and what `LOAD` returns, where something has changed."""
 
 FIND = """
 local time = redis.call('TIME')

@@ -180,7 +180,7 @@ class Admin:
                 raise ValueError
         except ValueError:
             return Answer.error(400, f"within_s= takes seconds, 0 to {MAX_WAIT_S:.0f}", "malformed_query")
-        if not self._router.membership.forget_absent(url):
+        if not self._router.membership.absent.pop(url, None):
             await self._router.remove_engine(url, within_s=within_s)
         return Answer(200, {"removed": url})
 

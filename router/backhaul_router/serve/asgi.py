@@ -38,7 +38,7 @@ from ..drive.spans import Tracing
 from ..engines.client import EngineFailure
 from ..errors import ConfigError, LeaseError
 from ..identity.hints import MAX_PAUSE_S, checked_pause
-from ..report import ReuseReport
+from ..report import WITHHELD, ReuseReport, View
 from ..wire import Endpoint, api_of
 from ..wire.endpoint import Api
 from .access import Refusal, admit, refusal_of_head, refusal_of_key, refusal_of_turn
@@ -506,7 +506,7 @@ async def _relay(reply: Reply, chunks: AsyncIterator[bytes], own: _OwnReport, ou
 
 def _without(urls: Sequence[bytes], message: bytes) -> bytes:
     for url in urls:
-        message = message.replace(url, b"(url withheld)")
+        message = message.replace(url, WITHHELD.encode())
     return message
 
 
@@ -593,7 +593,15 @@ def _request(scope: Message, body: bytes, own: _OwnReport, tenant: Tenant | None
         body=body,
         scope=own,
         tenant=tenant.name if tenant else "",
+        view=_view(scope, tenant),
     )
+
+
+def _view(scope: Message, tenant: Tenant | None) -> View:
+    """What `/backhaul/conversations` shows the client of its reports, its turns' answers do too."""
+    if is_loopback(scope.get("client")):
+        return View.WHOLE
+    return View.SUMMARY if tenant is None else View.WITHOUT_ENGINES
 
 
 def _text(value: bytes) -> str:

@@ -30,7 +30,7 @@ from ..fleet.fleet import Fleet
 from ..fleet.retention import Retention
 from ..ledger.records import Held
 from ..report import ReuseReport, Route
-from ..wire.engine_pages import AUDITED
+from ..wire.engine_metrics import AUDITED
 
 PREFIX = "backhaul_router"
 OTHER_MODEL = "other"

@@ -141,12 +141,12 @@ class Reload:
         else:
             await router.remove_engine(url, within_s=0)
             if before.absent is not None:
-                router.membership.expect_absent(url, before.absent)
+                router.membership.absent[url] = before.absent
 
     async def _leave(self, url: str) -> bool:
         """Drains an engine, which is then taken out. Returns whether it is there."""
         router = self._app.router
-        if router.membership.forget_absent(url) or router.fleet.get(url) is None:
+        if router.membership.absent.pop(url, None) or router.fleet.get(url) is None:
             return False
         await router.drain_engine(url)
         task = asyncio.get_running_loop().create_task(self._take_out(url))

@@ -1,8 +1,10 @@
-"""The vocabulary between a turn and whoever drives it: what a state needs, what came back, what is to be done on the way."""
+"""Effects as values: what a turn's state needs, what came back, and what is to be done on the way. A driver is written against
+this module; it makes the calls and performs the actions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -175,3 +177,33 @@ class Record(msgspec.Struct, frozen=True):
 
 Action = Respond | Send | Release | EndLease | GiveBack | Lost | Settle | DropEngine | NoteResponse | Record
 Actions = tuple[Action, ...]
+
+
+# --- what states have in common ----------------------------------------------------------------------------------------
+
+
+class State(Protocol):
+    """A turn that is not done."""
+
+    def ask(self) -> Need:
+        """What the state needs next. It is built here, bodies and all: call it once."""
+
+    def next(self, event: Event, now: float) -> Step:
+        """The state that follows what came back, and what to do before its need is met."""
+
+    def abandon(self, now: float) -> Actions:
+        """What remains to be done when the client leaves now."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Nothing more to do."""
+
+
+Step = tuple[State | Done, Actions]
+
+
+class UnexpectedEvent(AssertionError):
+    """A driver's bug: it answered a need with an event of another kind."""
+
+    def __init__(self, state: object, event: object) -> None:
+        super().__init__(f"{type(state).__name__} got {type(event).__name__}")

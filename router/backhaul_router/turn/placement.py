@@ -54,6 +54,10 @@ class Placement(msgspec.Struct, frozen=True):
     instead_of: Route | None = None
     """What the thresholds say, where the estimates say otherwise."""
 
+    def gone_cold(self, reason: Reason) -> Placement:
+        """The same engines, where nothing is read, or was."""
+        return msgspec.structs.replace(self, route=Route.COLD, proof=None, blocks=0, reason=reason)
+
 
 class NoEngine(msgspec.Struct, frozen=True):
     """Every engine of a role is excluded."""

@@ -1,5 +1,5 @@
-"""The `cache_salt` that engines are sent for a tenant's requests: its own, so that no engine's prefix cache tells one tenant what
-another has asked.
+"""Hash that stands for the `cache_salt` that engines are sent for a tenant's requests: its own, so that no engine's prefix
+cache tells one tenant what another has asked.
 
 It is made from the tenant's name and the salt that the client sent, if any, and is the same on every leg, in every turn, on
 every router and under every API key of the tenant: block hashes include it, and so do those that our connector compares. No
@@ -12,8 +12,8 @@ from hashlib import blake2b
 
 from msgspec import Raw, structs
 
-from .. import wire
 from .json_members import NULL, MalformedBody, Members, encode, join, split, value_of
+from .request import Facts
 
 _FIELD = "cache_salt"
 _SIZE = 32
@@ -25,7 +25,7 @@ def salt_of(tenant: str, salt: str = "") -> str:
     return blake2b(f"{tenant}\0{salt}".encode(), digest_size=_SIZE, person=b"backhaul-salt").hexdigest()
 
 
-def salted(facts: wire.Facts, tenant: str) -> wire.Facts:
+def salted(facts: Facts, tenant: str) -> Facts:
     """A tenant's request under the tenant's salt. Raises `MalformedBody` for a salt that is no text: no engine is to judge it,
     as it would run the request without one if it took it for none.
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""Strategy of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import Raw
 
-from .endpoint import BOOL, INT, NO_IDS, OBJECT, TEXT, Api, History, Types, Usage
+from .endpoint import BOOL, INT, NO_IDS, OBJECT, TEXT, Api, History, Types
 from .json_members import NULL, Members, decode_any, decode_list, decode_members, encode
+from .stream import Listeners, StreamFilter
+from .usage import Usage
 
 OPENAI_TYPES: Final[Types] = {
     "model": TEXT,
@@ -56,7 +58,7 @@ def read_choices(members: Members) -> list[Choice]:
 
 
 class Chat(Api):
-    """Messages in, choices out."""
+    """Strategy of chat: messages in, choices out."""
 
     types: ClassVar[Types] = OPENAI_TYPES
     limit = "max_tokens"
@@ -64,43 +66,26 @@ class Chat(Api):
     # The prompt would not be what was compared (truncation depends on each leg's token limit, embeddings replace it), or the
     # answer describes the prompt, which D would not have computed.
     alone = frozenset(
-        {
-            "echo",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
-            "truncation_side",
-            "suffix",
-            "prompt_embeds",
-            "return_prompt_text",
-            "return_token_offsets",
-            "routed_experts_prompt_start",
-            "mm_payload",
-            "return_mm_kwargs",
-        }
+        {"echo", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "suffix", "prompt_embeds"}
+        | {"return_prompt_text", "return_token_offsets", "routed_experts_prompt_start", "mm_payload"}
+        | {"return_mm_kwargs"}
     )
+    # A stop string that the first token completes would abort the request, and with it P's handle.
     not_for_prefill = frozenset(
-        {
-            "stream",
-            "stream_options",
-            "stream_interval",
-            "max_tokens",
-            "max_completion_tokens",
-            "min_tokens",
-            "n",
-            "best_of",
-            # A stop string that the first token completes would abort the request, and with it P's handle.
-            "stop",
-            "include_stop_str_in_output",
-            "logprobs",
-            "top_logprobs",
-            "logprob_token_ids",
-            "return_token_ids",
-            "return_tokens_as_token_ids",
-            "request_id",
-        }
+        {"stream", "stream_options", "stream_interval", "max_tokens", "max_completion_tokens", "min_tokens"}
+        | {"n", "best_of", "stop", "include_stop_str_in_output", "logprobs", "top_logprobs"}
+        | {"logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
     )
     asks_for_ids = "return_token_ids"
     reports_usage = False
+    exact_histories = True
+    tokenized = frozenset(
+        {"model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+        | {"chat_template", "chat_template_kwargs"}
+    )
+    tokenized_of_message: ClassVar[frozenset[str] | None] = frozenset(
+        {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
+    )
 
     def history(self, members: Members) -> History:
         try:
@@ -140,6 +125,9 @@ class Chat(Api):
             members["prompt_token_ids"] = NULL
         if "choices" in members and _SHOWS_IDS.search(members["choices"]):
             members["choices"] = Raw(encode([_without_ids(choice) for choice in decode_list(members["choices"])]))
+
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        return StreamFilter(listeners)
 
 
 _SHOWS_IDS: Final = re.compile(rb'token_ids"\s*:\s*[^\sn]')

@@ -1,7 +1,7 @@
-"""What differs between the endpoints whose turns run over prefill and decode: one `Api` each, without state.
+"""Strategy per endpoint: what differs between those whose turns run over prefill and decode, one `Api` each, without state.
 
-Which fields of a request matter and where its history is; what P is not sent; where an answer has its ids and its token
-counts; how an error looks. The rest of the wire is the same for all (`wire.py`), and so is the turn.
+Which fields of a request matter and where its history is; what P is not sent; where an answer and a stream have their ids and
+token counts; how an error looks. The rest of the wire is the same for all, and so is the turn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import msgspec
 from msgspec import Raw
 
 from ..errors import error_body, error_event
-from .json_members import NULL, Members, is_set
+from .json_members import NULL, Members
+from .stream import Listeners, StreamFilter
+from .usage import Usage
 
 BOOL: Final = (bool, type(None))
 INT: Final = (int, type(None))
@@ -25,7 +27,7 @@ Types = Mapping[str, tuple[type, ...]]
 
 
 class History(msgspec.Struct, frozen=True):
-    """What a request says of the conversation so far; fields as in `Facts`."""
+    """Parsed history: what a request says of the conversation so far; fields as in `Facts`."""
 
     messages: tuple[bytes, ...] = ()
     parts: tuple[bytes, ...] = ()
@@ -35,24 +37,8 @@ class History(msgspec.Struct, frozen=True):
     unproven: str | None = None
 
 
-class Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    """Token counts as an engine reports them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: Details | None = None
-
-    @property
-    def cached(self) -> int | None:
-        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
-
-
 class Api(ABC):
-    """One endpoint. Everything that is particular to it, and nothing else."""
+    """Strategy of one endpoint: everything that is particular to it, and nothing else."""
 
     types: ClassVar[Types]
     """Fields that the router reads. One of another type is left for the engine to judge."""
@@ -69,12 +55,23 @@ class Api(ABC):
     """An engine that was asked for ids and shows none did not run those that it was sent."""
     numbered: ClassVar[bool] = True
     """A history has messages that can be numbered; a completion's prompt is one."""
-    streams_handles: ClassVar[bool] = False
-    """vLLM's own streams carry the handle; elsewhere our plugin puts it there."""
+    streams_handles_since: ClassVar[tuple[int, int] | None] = (0, 33)
+    """The vLLM release since which its own streams carry the handle; where they do not (`None`: in no release), our plugin
+    puts it there."""
     refers_to_answers: ClassVar[bool] = False
     """A request can go on from an earlier answer by its id."""
     reports_usage: ClassVar[bool] = True
     """Every stream ends with usage, asked for or not."""
+    exact_histories: ClassVar[bool] = False
+    """Its answers can be put back as the tokens that the engine made (`exact_history`)."""
+    tokenized: ClassVar[frozenset[str]] = frozenset()
+    """Fields of a request that the engine's `/tokenize` honours; none where it cannot be asked."""
+    tokenized_of_message: ClassVar[frozenset[str] | None] = None
+    """The same of each message; `None` where there are no messages to look at."""
+    covers_paths_below: ClassVar[bool] = False
+    """Errors of paths below the endpoint's have its shape too."""
+    operation: ClassVar[str] = "chat"
+    """OpenTelemetry's `gen_ai.operation.name`."""
 
     @abstractmethod
     def history(self, members: Members) -> History: ...
@@ -107,6 +104,10 @@ class Api(ABC):
     def hide_ids(self, members: Members) -> None:
         """Takes out of a whole answer the ids that only the router asked for."""
 
+    @abstractmethod
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        """What watches a stream of answers; its accumulator is fed where the API has `exact_histories`."""
+
     def error(self, message: str, *, type_: str, code: str, param: str | None = None) -> bytes:
         return error_body(message, type_=type_, code=code, param=param)
 
@@ -118,11 +119,6 @@ class Api(ABC):
 def usage_of(api: Api, raw: Raw | bytes | None) -> Usage | None:
     """Raises `msgspec.DecodeError`."""
     return None if raw is None or bytes(raw) == b"null" else api.read_usage(Raw(raw))
-
-
-def wanted(members: Members, field: str | None) -> bool:
-    """Whether the client asked by this field itself."""
-    return field is not None and is_set(members.get(field))
 
 
 NO_IDS: Final = (None, NULL)

@@ -1,5 +1,5 @@
-"""Histories kept as tokens: the prompt of the next turn continues the very tokens that the engine ran, in place of the same
-text, tokenised anew.
+"""Token splicing, for histories kept as tokens: the prompt of the next turn continues the very tokens that the engine ran, in
+place of the same text, tokenised anew.
 
 A client sends an assistant's answer back as text. Its tokens often are others than those that the model made: a text can be
 spelled in several ways, reasoning is left out, a tool call's arguments are written by another JSON library. From there on
@@ -70,7 +70,7 @@ _read_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class AnswerContent(msgspec.Struct, frozen=True):
-    """What an assistant's message says, however it is written."""
+    """Normal form of an assistant's message: what it says, however it is written."""
 
     text: str
     calls: tuple[tuple[str, Any], ...]
@@ -84,7 +84,7 @@ class AnswerContent(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """What a turn leaves for the next one to continue."""
+    """Tokens of a whole history: what a turn leaves for the next one to continue."""
 
     ran: array[int]
     """All ids that the engine ran and made; the last one ended the answer."""
@@ -131,7 +131,7 @@ def _has_ended(choice: _Choice | _Whole, stops: Collection[int]) -> bool:
 
 
 class AnswerAccumulator:
-    """Puts an answer together from the events of its stream."""
+    """Accumulator of a stream's deltas: puts an answer together from its events."""
 
     def __init__(self, stops: Collection[int] = ()) -> None:
         self._stops = stops

@@ -1,4 +1,4 @@
-"""JSON objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
+"""Shallow JSON codec: objects as their top-level members, whose own bytes are not re-encoded, and what of them never travels.
 
 Splitting decodes the keys, so every spelling of a forbidden key (escapes, duplicates) is the same key and gone.
 """
@@ -6,9 +6,9 @@ Splitting decodes the keys, so every spelling of a forbidden key (escapes, dupli
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -33,6 +33,15 @@ encode = msgspec.json.encode
 
 _NESTING: Final = ("response", "message")
 """Where the events of the Responses and the Messages API hold a whole answer."""
+
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+@lru_cache(maxsize=1024)
+def interned(value: _T) -> _T:
+    """The same value as ever: what all conversations have in common is kept once."""
+    return value
 
 
 class MalformedBody(BackhaulError):

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
+"""Strategy of `/v1/messages`: Anthropic's API, as vLLM serves it over its chat endpoint (entrypoints/anthropic/serving.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import Raw
 
-from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, Details, History, Types, Usage
-from .json_members import NULL, Members, decode_list, encode
+from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types, usage_of
+from .json_members import FORBIDDEN, NULL, Members, decode_list, encode, join
+from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
+from .usage import Details, Usage
 
 _BILLING: Final = "x-anthropic-billing-header"
 """A line that Claude Code changes with every request; the engine drops a text that begins with it."""
@@ -18,8 +20,6 @@ _CACHE_CONTROL: Final = b'"cache_control"'
 _MARK: Final = rb'"cache_control"\s*:\s*(?:\{[^{}]*\}|null)'
 _MARKS: Final = re.compile(rb",\s*" + _MARK + rb"|" + _MARK + rb"\s*,")
 _TEXT_BLOCKS: Final = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
-
-
 _ERRORS: Final = frozenset({"invalid_request_error", "authentication_error", "rate_limit_error"})
 
 
@@ -56,13 +56,15 @@ _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
 class Messages(Api):
-    """Messages and a system prompt in, one message out."""
+    """Strategy of Anthropic's messages: messages and a system prompt in, one message out."""
 
     types: ClassVar[Types] = {"model": TEXT, "stream": BOOL, "cache_salt": TEXT, "max_tokens": INT}
     limit = "max_tokens"
     positive = ("max_tokens",)
     alone = frozenset({"mm_payload", "return_mm_kwargs"})
     not_for_prefill = frozenset({"stream", "max_tokens", "stop_sequences"})
+    streams_handles_since = None
+    covers_paths_below = True
 
     def history(self, members: Members) -> History:
         try:
@@ -92,12 +94,39 @@ class Messages(Api):
     def hide_ids(self, members: Members) -> None:
         pass
 
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        return MessagesFilter(self, listeners)
+
     def error(self, message: str, *, type_: str, code: str, param: str | None = None) -> bytes:
         kind = type_ if type_ in _ERRORS else "api_error"
         return encode({"type": "error", "error": {"type": kind, "message": message}})
 
     def error_event(self, message: str, *, type_: str, code: str, events: int = 0) -> bytes:
         return b"event: error\ndata: " + self.error(message, type_=type_, code=code) + b"\n\n"
+
+
+class MessagesFilter(NamedEvents):
+    """Stream filter of Anthropic's events: `message_delta` has the usage and, by our plugin, the handle."""
+
+    ends = frozenset({b"message_stop"})
+    errors = frozenset({b"error"})
+
+    def __init__(self, api: Messages, listeners: Listeners) -> None:
+        super().__init__(listeners, api.error_event)
+        self._api = api
+
+    def _passed(self, event: bytes, name: bytes) -> bytes:
+        if name != b"message_delta":
+            return cleaned(event)
+        members = self._members(event)
+        if FORBIDDEN & members.keys():
+            members = self._take_handle(members)
+            event = head_of(name) + join(members) + b"\n\n"
+        if "usage" not in members:
+            return event
+        self._listeners.count(usage_of(self._api, members["usage"]))
+        self._usage = UsageEvent(head_of(name), members, event)
+        return b""
 
 
 def _system(raw: Raw) -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API (vLLM's entrypoints/openai/responses)."""
+"""Strategy of `/v1/responses`: OpenAI's Responses API (vLLM's entrypoints/openai/responses)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import ClassVar, Final
 import msgspec
 from msgspec import Raw
 
-from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, Details, History, Types, Usage
-from .json_members import FALSE, NULL, Members, decode_list, encode, is_set
+from .answer import client_answer, read_answer
+from .endpoint import BOOL, INT, NO_IDS, TEXT, Api, History, Types
+from .json_members import FALSE, NULL, Members, decode_list, encode, is_set, split
+from .stream import Listeners, NamedEvents, StreamFilter, UsageEvent, cleaned, head_of
+from .usage import Details, Usage
 
 _TEXT_ITEMS: Final = frozenset(
     {"message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"}
@@ -29,14 +32,10 @@ class _Item(msgspec.Struct):
     output: str | list[_Part] | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class _Usage(msgspec.Struct):
     input_tokens: int = 0
     output_tokens: int | None = 0
-    input_tokens_details: _Details | None = None
+    input_tokens_details: Details | None = None
 
 
 class _Ran(msgspec.Struct):
@@ -52,7 +51,7 @@ _decode_ids = msgspec.json.Decoder(tuple[int, ...] | None).decode
 
 
 class Responses(Api):
-    """Instructions and items in, a response of items out."""
+    """Strategy of responses: instructions and items in, a response of items out."""
 
     types: ClassVar[Types] = {
         "model": TEXT,
@@ -66,32 +65,16 @@ class Responses(Api):
     positive = ("max_output_tokens",)
     # What one engine keeps, or a history that the router does not see.
     alone = frozenset(
-        {
-            "background",
-            "previous_response_id",
-            "conversation",
-            "previous_input_messages",
-            "prompt",
-            "mm_payload",
-            "return_mm_kwargs",
-        }
+        {"background", "previous_response_id", "conversation", "previous_input_messages", "prompt"}
+        | {"mm_payload", "return_mm_kwargs"}
     )
     not_for_prefill = frozenset(
-        {
-            "stream",
-            "max_output_tokens",
-            "max_tool_calls",
-            "stop",
-            "include_stop_str_in_output",
-            "include",
-            "top_logprobs",
-            "enable_response_messages",
-            "request_id",
-        }
+        {"stream", "max_output_tokens", "max_tool_calls", "stop", "include_stop_str_in_output", "include"}
+        | {"top_logprobs", "enable_response_messages", "request_id"}
     )
     asks_for_ids = "enable_response_messages"
     shows_ids = True
-    streams_handles = True
+    streams_handles_since = (0, 32)
     refers_to_answers = True
 
     def history(self, members: Members) -> History:
@@ -127,8 +110,7 @@ class Responses(Api):
 
     def read_usage(self, raw: Raw) -> Usage:
         usage = _decode_usage(raw)
-        details = usage.input_tokens_details
-        return Usage(usage.input_tokens, usage.output_tokens, Details(details.cached_tokens) if details else None)
+        return Usage(usage.input_tokens, usage.output_tokens, usage.input_tokens_details)
 
     def read_ids(self, members: Members) -> tuple[tuple[int, ...] | None, Raw]:
         try:
@@ -145,11 +127,40 @@ class Responses(Api):
             if name in members:
                 members[name] = NULL
 
+    def stream_filter(self, listeners: Listeners) -> StreamFilter:
+        return ResponsesFilter(self, listeners)
+
     def error_event(self, message: str, *, type_: str, code: str, events: int = 0) -> bytes:
         """OpenAI documents the fields at the top and sends them within `error`; clients read either."""
         fields = {"code": code, "message": message, "param": None}
         told = {"type": "error", "sequence_number": events, **fields, "error": {"type": type_, **fields}}
         return b"event: error\ndata: " + encode(told) + b"\n\n"
+
+
+class ResponsesFilter(NamedEvents):
+    """Stream filter of OpenAI's events: the last one has the whole response, the handle with it."""
+
+    early = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+    ends = frozenset({b"response.completed", b"response.incomplete", b"response.cancelled"})
+    errors = frozenset({b"response.failed", b"error"})
+
+    def __init__(self, api: Responses, listeners: Listeners) -> None:
+        super().__init__(listeners, api.error_event)
+        self._api = api
+
+    def _passed(self, event: bytes, name: bytes) -> bytes:
+        if name not in self.ends:
+            return cleaned(event)
+        members = self._members(event)
+        answer = read_answer(self._api, split(members.get("response", NULL)))
+        self.handle, self.generated, self.ran = answer.params.handle, answer.generated, answer.ran
+        self.answer_id = answer.id
+        if self._listeners.account is not None:
+            self._listeners.account(answer.params.account)
+        self._listeners.count(answer.usage)
+        shown = client_answer(self._api, answer.members, shows_ids=self._listeners.shows_ids)
+        self._usage = UsageEvent(head_of(name), members, answer=shown)
+        return b""
 
 
 def _not_text(item: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: where one event ends, and nothing more. What passes through is never re-encoded."""
+"""Splitter of server-sent events, as bytes: where one event ends, and nothing more. What passes through is never re-encoded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OVERLAP = 3
 
 
 class EventSplitter:
-    """Cuts a byte stream, split anywhere, into whole events, each with its terminator."""
+    """Incremental splitter: cuts a byte stream, split anywhere, into whole events, each with its terminator."""
 
     def __init__(self) -> None:
         self._pending = bytearray()

@@ -1,4 +1,4 @@
-"""Parsers of the pages on which an engine describes itself: `/metrics` and `/v1/models`."""
+"""Parser of Prometheus text: what an engine says of itself on its `/metrics` page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-import msgspec
+from .. import ranks
+
+_OF_RANK = re.compile(r'^\w[\w:]*\{[^}\n]*\bengine="(\d+)"')
+
+
+def page_of(body: bytes, url: str) -> str:
+    """Of a server's page what is about the engine at `url`: without the other data-parallel ranks, where it names one."""
+    page, rank = body.decode(errors="replace"), ranks.split(url)[1]
+    if rank is None:
+        return page
+    return "\n".join(line for line in page.split("\n") if (found := _OF_RANK.match(line)) is None or found[1] == rank)
+
 
 _BLOCK_SIZE = re.compile(r'^vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"', re.MULTILINE)
 
@@ -78,39 +89,33 @@ class Gauges:
     """0 to 1, the mean of the ranks."""
 
 
+_KV_USAGE = "kv_cache_usage_perc"
 _GAUGE = re.compile(
-    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
+    rf"^vllm:(num_requests_running|num_requests_waiting|{_KV_USAGE})(?:\{{[^}}]*\}})? ([0-9.eE+-]+)$", re.MULTILINE
 )
 
 
-def read_gauges(metrics: str) -> Gauges | None:
-    """`None` when the page does not have them."""
+def _gauges(metrics: str) -> dict[str, list[float]]:
+    """By name, what each rank says; empty where one of them is no number."""
     found: dict[str, list[float]] = {}
     for name, value in _GAUGE.findall(metrics):
         try:
             found.setdefault(name, []).append(float(value))
         except ValueError:
-            return None
+            return {}
+    return found
+
+
+def read_gauges(metrics: str) -> Gauges | None:
+    """`None` when the page does not have them."""
+    found = _gauges(metrics)
     if len(found) < 3:
         return None
-    usage = found["kv_cache_usage_perc"]
+    usage = found[_KV_USAGE]
     return Gauges(sum(found["num_requests_running"]), sum(found["num_requests_waiting"]), sum(usage) / len(usage))
 
 
-class _Card(msgspec.Struct):
-    id: str
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
-def read_models(body: bytes) -> tuple[tuple[str, ...], frozenset[str], int | None]:
-    """Base model names, adapter names and context length from `/v1/models`. Raises `msgspec.DecodeError`."""
-    cards = msgspec.json.decode(body, type=_Cards).data
-    bases = [card for card in cards if not card.parent]
-    lengths = [card.max_model_len for card in bases if card.max_model_len]
-    names = tuple(card.id for card in bases)
-    return names, frozenset(card.id for card in cards if card.parent), min(lengths, default=None)
+def kv_usage_of(metrics: str) -> float | None:
+    """`Gauges.kv_usage`, of a page that may not have the others."""
+    usage = _gauges(metrics).get(_KV_USAGE)
+    return sum(usage) / len(usage) if usage else None
