@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from _pytest.nodeid import coerce_node_id
 from backhaul_connector.launch.cluster import Connector
 from backhaul_router.report import Proof
 from real_engines import PYTHON, EngineSet, EngineSets, note_leftovers
@@ -44,9 +45,7 @@ with `--dist loadgroup` one process runs the tests of a group, with engines of i
 OF_PROOF = {Proof.TOKENS: "engines_prefix_caching", Proof.CONNECTOR: "connector_engines_prefix_caching"}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before xdist reads the groups."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ranks = {}
     for item in items:
         if HERE in item.path.parents:
@@ -54,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(START_TIMEOUT_S))
             used = _sets_used(item)
-            item.add_marker(pytest.mark.xdist_group(SETS[used[-1]] if used else "engines of their own"))
+            if getattr(config.option, "loadgroup", False):  # what xdist does by itself before pytest 9.2
+                item._id = coerce_node_id(f"{item.nodeid}@{SETS[used[-1]] if used else 'their own'}")
             ranks[item] = 1 + list(SETS).index(used[-1]) if used else 1 + len(SETS)
     items.sort(key=lambda item: ranks.get(item, 0))
 
