@@ -40,27 +40,7 @@ test-fast: $(DEV) ## Run the tests that need no vLLM: some three minutes
 	.venv/bin/python -m pytest --ignore=tests/vllm -m "not slow"
 
 test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real vLLM engines
-	@nice -n 19 $(MAKE) --no-print-directory $(VLLM) & installing=$$!; \
-	status=0; \
-	echo "== Tests of the client with openai 2"; \
-	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm -m "openai and not alone" $(BESIDE) || status=1; \
-	.venv-openai2/bin/python -m pytest -q --ignore=tests/vllm -m "openai and alone" || status=1; \
-	echo "== Tests that can run beside others, with openai 3"; \
-	.venv/bin/python -m pytest -q --ignore=tests/vllm -m "not alone" $(BESIDE) || status=1; \
-	if wait $$installing; then \
-		engines="and with real vLLM engines"; ignore=; \
-	elif [ "$$BACKHAUL_REQUIRE_VLLM" = 1 ]; then \
-		echo "make test: vLLM's CPU build could not be installed, and BACKHAUL_REQUIRE_VLLM=1 asks for it" >&2; exit 1; \
-	else \
-		engines="but WITHOUT real vLLM engines: their CPU build could not be installed, see above"; \
-		ignore=--ignore=tests/vllm; \
-	fi; \
-	echo "== Tests that cannot, $$engines"; \
-	if [ $$status != 0 ]; then echo "   (some of the tests before have FAILED, and so will make)"; fi; \
-	.venv/bin/python -m pytest $$ignore -m "alone or vllm" || status=1; \
-	exit $$status
-
-BESIDE = --numprocesses 2 --dist loadfile
+	@.ci/test
 
 # The phase of `make test` for the newest release: ARGS narrows it, as in ARGS=tests/vllm/test_plugin.py.
 test-vllm33: $(DEV) $(VLLM33) ## Run the tests with real engines on vLLM 0.33, whose Python runs over 0.32's CPU kernels

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import re
+import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+BEGAN = time.monotonic()
 NO_SKIPS = os.environ.get("BACKHAUL_NO_SKIPS") == "1"
 GRACE_S = 20.0
 """How long a test's tasks may take to end after the test."""
@@ -43,51 +44,6 @@ async def no_task_left_running() -> AsyncIterator[None]:
         await asyncio.sleep(0.005)
 
 
-USES_OPENAI = re.compile(r"^(?:from|import) (?:openai|backhaul)(?: |$)", re.MULTILINE)
-RUNS_PROGRAMS_THAT_DO = ("test_readme", "test_sdk_example", "test_bench")
-OURS_ALONE = ("test_collapse", "test_conversation", "test_conversations", "test_keepalive")
-"""About conversations, whichever client makes the calls in them."""
-
-
-ALONE = frozenset(
-    {
-        "test_bench",
-        "test_bench_exact_histories",
-        "test_bench_overhead",
-        "test_bench_peers",
-        "test_bench_retention",
-        "test_bench_scale",
-        "test_connector_cost",
-        "test_demo",
-        "test_engine_client",
-        "test_fast_client",
-        "test_fleet_failures",
-        "test_launch",
-        "test_left_behind",
-        "test_lease_channel",
-        "test_redis_ledger",
-        "test_repository",
-        "test_scale",
-        "test_sse",
-        "test_transport",
-    }
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests in which openai's client runs, since these are run with both of its majors; and those that are not run
-    beside others."""
-    for item in items:
-        if item.path.stem in ALONE:
-            item.add_marker(pytest.mark.alone)
-    for path in {item.path for item in items}:
-        uses = path.stem not in OURS_ALONE and USES_OPENAI.search(path.read_text())
-        if uses or path.stem in RUNS_PROGRAMS_THAT_DO:
-            for item in items:
-                if item.path == path:
-                    item.add_marker(pytest.mark.openai)
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = session.config.stash.setdefault(CHILDREN, [])
     if (output := getattr(session.config, "workeroutput", None)) is not None:
@@ -105,6 +61,12 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if last := os.environ.get("BACKHAUL_LAST_PHASE"):
+        phases = Path(os.environ["BACKHAUL_PHASES"]).read_text().splitlines()
+        phases.append(f"{time.monotonic() - BEGAN:5.0f} s  {last}")
+        phases.append(f"{sum(int(phase.split()[0]) for phase in phases):5} s  in all")
+        terminalreporter.section("phases")
+        terminalreporter.write_line("\n".join(phases))
     for child in config.stash.get(CHILDREN, []):
         terminalreporter.write_line(f"FAILED: the tests left a process running: {child}", red=True)
 

@@ -1,4 +1,4 @@
-"""What vLLM's KV cache groups allow: whether their blocks can be compared, cut, or only be read as a whole."""
+"""Capability check of vLLM's KV cache groups: whether their blocks can be compared, cut, or only be read as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims that a prefill engine makes, away from its scheduler's thread.
+"""Thread pool for a prefill engine's claims, which are made away from its scheduler's thread.
 
 The scheduler asks for a claim and looks in again at its next steps; a pool of threads does the talking. A claim that its
 request no longer wants is given back as soon as it is granted, so that no hold outlives its request by more than an answer's
@@ -17,8 +17,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from .lease_channel import Answer, BrokenChannel, Decline, Done, LeaseClient, Message
-from .lease_channel import Claim as ClaimMessage
+from backhaul_protocol import VERSION
+from backhaul_protocol import lease_channel as wire
+from backhaul_protocol.lease_channel import Answer, Decline, Done, Message
+from backhaul_protocol.why import Why
+
+from .lease_channel import BrokenChannel, LeaseClient, WrongAnswer
 
 WORKERS = 64
 WORKERS_PER_HOLDER = 4
@@ -44,8 +48,8 @@ class Claim:
     def __init__(self, target: Target, blocks: int, last_hash: bytes, hold_s: float, tail: bytes | None = None) -> None:
         self.target = target
         self.id = uuid.uuid4().hex
-        self.message = ClaimMessage(
-            v=1,
+        self.message = wire.Claim(
+            v=VERSION,
             lease=target.lease,
             engine=target.engine,
             epoch=target.epoch,
@@ -103,6 +107,7 @@ class Claims:
         self._client = LeaseClient(timeout_s)
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="backhaul-claims")
         self._lines: dict[tuple[str, int], _Line] = {}
+        self._misunderstood: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -120,7 +125,7 @@ class Claims:
         if claim.unwanted:
             return
         began = time.monotonic()
-        answer = self._ask(line, claim.target, claim.message, claim.made) or Answer(ok=False, why="unreachable")
+        answer = self._ask(line, claim.target, claim.message, claim.made) or Answer(ok=False, why=Why.UNREACHABLE)
         if not claim.settle(answer, began) and answer.ok:
             self._ask(line, claim.target, Done(claim.target.lease, claim.id, read=False), time.monotonic())
 
@@ -144,12 +149,28 @@ class Claims:
             return None
         try:
             return self._client.ask(target.host, target.port, message)
+        except WrongAnswer as error:
+            self._misunderstand(target, error)
+            return Answer(ok=False, why=Why.MALFORMED)
         except BrokenChannel as error:
             logger.warning("Backhaul: the holder of lease %s gave no answer: %s", target.lease, error)
         except Exception:
             logger.exception("Backhaul: the holder of lease %s could not be asked", target.lease)
         line.broke = time.monotonic()
         return None
+
+    def _misunderstand(self, target: Target, error: WrongAnswer) -> None:
+        """Told once of each holder."""
+        with self._lock:
+            first = (target.host, target.port) not in self._misunderstood
+            self._misunderstood.add((target.host, target.port))
+        if first:
+            logger.error(
+                "Backhaul: the holder of lease %s answers in words that this release does not know: run all engines with the"
+                " same release. What it holds is computed: %s",
+                target.lease,
+                error,
+            )
 
     def _submit(self, target: Target, task: Callable[[_Line], object]) -> None:
         address = target.host, target.port

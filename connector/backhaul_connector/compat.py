@@ -1,4 +1,4 @@
-"""Whether the installed vLLM is one that the connector can be trusted with, checked when an engine starts.
+"""Fail-fast compatibility check: whether the installed vLLM is one that the connector can be trusted with, when an engine starts.
 
 The connector subclasses classes of vLLM that are no public interface. Everything it relies on is named here, so that
 another vLLM is refused at start, with the name of what is missing, and not found out by a request.

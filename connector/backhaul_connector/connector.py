@@ -1,4 +1,4 @@
-"""BackhaulConnector: vLLM's NIXL pull connector with leases, and reads that are proven before they happen.
+"""KV connector for vLLM, `BackhaulConnector`: the NIXL pull connector with leases, and reads proven before they happen.
 
 Loaded by vLLM through `--kv-transfer-config`:
 

@@ -1,4 +1,4 @@
-"""A turn's decode leg: what D takes from P, and what it keeps for the next turn."""
+"""Policy of a turn's decode leg: what D takes from P, and what it keeps for the next turn."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from backhaul_protocol import KEY, VERSION
+from backhaul_protocol.account import DecodeAccount
+from backhaul_protocol.leases import Lease
+from backhaul_protocol.messages import Asked, Published, from_decode, read_asked
+from backhaul_protocol.why import Why
+
 from . import handles, locators
-from .account import DecodeAccount
-from .handles import EXTENSION, VERSION, Wishes
 from .lease_table import LeaseTable, Whole
 from .shape import NULL_BLOCK, Request, Shape
 
@@ -17,14 +21,14 @@ from .shape import NULL_BLOCK, Request, Shape
 @dataclass
 class Decode:
     account: DecodeAccount
-    wishes: Wishes | None
+    asked: Asked | None
     retain: bool
     notify_only: bool = False
     """P's blocks are not wanted, and P is told so."""
 
     @property
     def shared(self) -> bool:
-        return self.wishes is not None and self.wishes.shared
+        return self.asked is not None and self.asked.shared
 
 
 class DecodeSide:
@@ -40,42 +44,28 @@ class DecodeSide:
 
     def lease_operations(self, params: dict[str, Any]) -> dict[str, object] | None:
         """Does what a request asks of the leases, if it is one for them and not for the model; its answer."""
-        wishes = handles.read_wishes(params)
-        if wishes is None or wishes.leases is None:
+        asked = read_asked(params)
+        if asked is None or asked.leases is None:
             return None
         params.clear()
-        params[EXTENSION] = {"version": VERSION}
-        ops = wishes.leases
-        released, unknown = self._leases.release(ops.release)
-        renewed, unknown_too = self._leases.renew(ops.renew, ops.ttl_s or self._ttl_s)
-        answer: dict[str, object] = {
-            "released": released,
-            "renewed": renewed,
-            "unknown": list(dict.fromkeys([*unknown, *unknown_too])),
-        }
-        if ops.flush:
-            answer["flushed"] = self._leases.flush()
-        answer["epoch"] = self._leases.epoch
-        answer["count"], answer["blocks"] = self._leases.count()
-        if ops.listing:
-            answer["leases"] = self._leases.listed()
-        return {EXTENSION: {"version": VERSION, "leases": answer}}
+        params[KEY] = {"version": VERSION}
+        return {KEY: from_decode(leases=self._leases.operate(asked.leases, self._ttl_s).to_dict())}
 
     def admit(self, request: Request, params: dict[str, Any]) -> Decode:
-        wishes = handles.read_wishes(params)
+        asked = read_asked(params)
         from_p = bool(params.get("do_remote_prefill"))
         # Without a word of ours, what stock routers send is retained; with neither flag it would leak in vLLM.
         decode = Decode(
-            DecodeAccount(prompt=request.num_prompt_tokens), wishes, wishes.retain if wishes is not None else from_p
+            DecodeAccount(prompt=request.num_prompt_tokens), asked, asked.retain if asked is not None else from_p
         )
-        if wishes is None and params.get(EXTENSION) is not None:
-            decode.account.why = "malformed"
+        if asked is None and params.get(KEY) is not None:
+            decode.account.why = Why.MALFORMED
         if from_p:
             self._check_from_p(request, params, decode)
         else:
             handles.strip(params)
-        if wishes is not None and wishes.release:
-            self._leases.release(wishes.release)
+        if asked is not None and asked.release:
+            self._leases.release(asked.release)
         return decode
 
     def _check_from_p(self, request: Request, params: dict[str, Any], decode: Decode) -> None:
@@ -83,17 +73,17 @@ class DecodeSide:
         shape = self._shape
         handle = handles.read_handle(params)
         if handle is None or len(handle.remote_block_ids) != shape.groups:
-            decode.account.why = "malformed"
+            decode.account.why = Why.MALFORMED
             decode.notify_only = handles.keep_sender(params, shape.groups)
             params["do_remote_prefill"] = decode.notify_only
             return
         if request.abort_immediately:
             return  # never scheduled: it only tells the other engine that its blocks are not wanted
         wanted = self._prompt_from_p(request.num_prompt_tokens)
-        wishes = decode.wishes
-        if wishes is not None and not self._is_prompt(request, wishes, wanted):
+        asked = decode.asked
+        if asked is not None and not self._is_prompt(request, asked, wanted):
             decode.notify_only = True
-            decode.account.why = "prompt_differs"
+            decode.account.why = Why.PROMPT_DIFFERS
             return
         if shape.unsupported:
             return
@@ -102,16 +92,16 @@ class DecodeSide:
             params["remote_block_ids"] = cut
         else:  # vLLM would pair the lists from their ends, and read other positions
             decode.notify_only = True
-            decode.account.why = "malformed"
+            decode.account.why = Why.MALFORMED
 
-    def _is_prompt(self, request: Request, wishes: Wishes, tokens: int) -> bool:
+    def _is_prompt(self, request: Request, asked: Asked, tokens: int) -> bool:
         """Whether P computed these tokens of this prompt, by all that it says of them."""
-        if wishes.prompt_tokens not in (None, tokens):
+        if asked.prompt_tokens not in (None, tokens):
             return False
         tail = self._shape.tail_hash(request, tokens)
         pairs = (
-            (wishes.prompt_hash, self._shape.hash_at(request, tokens)),
-            (wishes.prompt_tail, None if tail is None else tail.hex()),
+            (asked.prompt_hash, self._shape.hash_at(request, tokens)),
+            (asked.prompt_tail, None if tail is None else tail.hex()),
         )
         return all(theirs is None or mine is None or theirs == mine for theirs, mine in pairs)
 
@@ -132,22 +122,18 @@ class DecodeSide:
         return blocks * self._shape.block_size
 
     def account(self, request: Request, decode: Decode) -> dict[str, Any]:
-        return {EXTENSION: {"version": VERSION, "account": decode.account.fields(request.num_output_tokens)}}
+        return {KEY: from_decode(decode.account.to_dict(request.num_output_tokens))}
 
     def keep(self, request: Request, decode: Decode, tokens: int, pinned: Any, out: dict[str, Any]) -> dict[str, Any]:
         """Enters a lease for a finished request, whose handle vLLM made as `out`; the handle with ours in it, or no handle where
         it turns out that nobody could read it."""
-        ttl_s = (decode.wishes.retain_s if decode.wishes is not None else None) or self._ttl_s
-        ours = self.account(request, decode)[EXTENSION]
-        handle = {**out, "remote_blocks_expiry_time": time.perf_counter() + ttl_s, EXTENSION: ours}
+        ttl_s = (decode.asked.retain_s if decode.asked is not None else None) or self._ttl_s
+        handle = {**out, "remote_blocks_expiry_time": time.perf_counter() + ttl_s}
         kept: list[bytes] = []
         lists, whole = self._lists(request, tokens, out)
         if lists is not None:
             kept = self._shape.hashes(request, tokens // self._shape.block_size)
             handle["remote_block_ids"], handle["remote_num_tokens"] = lists, tokens
-            ours["digests"] = locators.publish(kept)
-            if whole is not None:
-                ours |= {"whole": True, "tokens": tokens}
         self._leases.add(
             request.request_id,
             kept,
@@ -161,11 +147,17 @@ class DecodeSide:
         if self._shape.whole and lists is None:
             # vLLM went on by more tokens than the answer has, and has freed what the next one would need.
             self._leases.release([request.request_id])
-            return {EXTENSION: ours}
-        ours["block_size"] = self._shape.block_size
-        ours["epoch"] = self._leases.epoch
-        ours["lease"] = {"port": self._port, "ttl_s": ttl_s, "shared": decode.shared}
-        return handle
+            return self.account(request, decode)
+        published = Published(
+            version=VERSION,
+            digests=None if lists is None else locators.publish(kept),
+            block_size=self._shape.block_size,
+            epoch=self._leases.epoch,
+            lease=Lease(port=self._port, ttl_s=ttl_s, shared=decode.shared),
+            whole=whole is not None,
+            tokens=None if whole is None else tokens,
+        )
+        return {**handle, KEY: from_decode(decode.account.to_dict(request.num_output_tokens), published)}
 
     def _lists(self, request: Request, tokens: int, out: dict[str, Any]) -> tuple[list[list[int]] | None, Whole | None]:
         """The blocks of exactly the tokens that are kept, if they can be published, and what else a reader must have."""

@@ -1,21 +1,18 @@
-"""What requests say in `kv_transfer_params`, checked before anything in the engine relies on it.
+"""Input validation: vLLM's own fields in `kv_transfer_params`, checked before anything in the engine relies on them.
 
 vLLM takes any JSON object there, and a wrong one can hang a request or end the engine core. Whatever comes in is read into
-the values of this module or refused; nothing here raises for what a client can write.
+the values of this module or refused; nothing here raises for what a client can write. Our own object is `backhaul_protocol`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
+from backhaul_protocol.fields import Count, Name, Port, Size
+from backhaul_protocol.messages import convert
 from msgspec import Meta
-
-EXTENSION: Final = "backhaul"
-"""The one key of ours in `kv_transfer_params`."""
-VERSION: Final = 1
-LONGEST_S: Final = 7 * 24 * 3600.0
 
 _REMOTE_KEYS: Final = (
     "remote_block_ids",
@@ -34,11 +31,7 @@ _REMOTE_KEYS: Final = (
 _INTERNAL_KEYS: Final = ("_remote_blocks_processed", "_p_side_truncated")
 """Marks that vLLM keeps in the request's own object, and that a client must not set."""
 
-Size = Annotated[int, Meta(ge=1, le=4096)]
-Port = Annotated[int, Meta(ge=1, le=65535)]
-Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
-Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -49,12 +42,12 @@ class Handle(msgspec.Struct, frozen=True):
     remote_request_id: Name
     remote_host: Annotated[str, Meta(min_length=1, max_length=255)]
     remote_port: Port
-    remote_num_tokens: Annotated[int, Meta(ge=0)] | None = None
+    remote_num_tokens: Count | None = None
     tp_size: Size = 1
     dcp_size: Size = 1
     pp_size: Size = 1
     remote_blocks_expiry_time: float | None = None
-    remote_registration_generation: Annotated[int, Meta(ge=0)] | None = None
+    remote_registration_generation: Count | None = None
 
     def cut(self, block_size: int, tokens: int) -> list[list[int]] | None:
         """The lists without blocks behind the first `tokens` tokens. `None` if they hold fewer, or if how many they are
@@ -80,96 +73,19 @@ class Sender(msgspec.Struct, frozen=True):
     pp_size: Size = 1
 
 
-class LeaseAddress(msgspec.Struct, frozen=True):
-    port: Port
-    shared: bool = False
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """What our D adds to a handle."""
-
-    version: Literal[1]
-    digests: str
-    block_size: Size
-    epoch: Annotated[str, Meta(max_length=64)]
-    lease: LeaseAddress
-    whole: bool = False
-    """Its KV is good for a prompt that goes on where `tokens` end, and for no other."""
-    tokens: Annotated[int, Meta(ge=1)] | None = None
-    """With `whole`: how many tokens that is, those behind the last whole block included."""
-
-
-class Proof(msgspec.Struct, frozen=True):
-    """What a router adds to a handle of a stock D that it has compared, token by token, and cut."""
-
-    version: Literal[1]
-    proof: Literal["tokens"]
-
-
-class LeaseOps(msgspec.Struct, frozen=True):
-    """A request that is not for the model, but for the leases."""
-
-    release: Annotated[list[str], Meta(max_length=100_000)] = []
-    renew: Annotated[list[str], Meta(max_length=100_000)] = []
-    ttl_s: Seconds | None = None
-    listing: bool = msgspec.field(default=False, name="list")
-    flush: bool = False
-
-
-class Wishes(msgspec.Struct, frozen=True):
-    """What a router asks of D, beside what P said of the prompt that it computed."""
-
-    version: Literal[1]
-    retain: bool = True
-    retain_s: Seconds | None = None
-    shared: bool = False
-    release: Annotated[list[str], Meta(max_length=10_000)] = []
-    leases: LeaseOps | None = None
-    prompt_hash: Annotated[str, Meta(max_length=128)] | None = None
-    prompt_tail: Annotated[str, Meta(max_length=128)] | None = None
-    prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
-
-
-T = TypeVar("T")
-
-
-def _read(value: object, kind: type[T]) -> T | None:
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter for half a surrogate pair, which JSON can spell
-        return None
-
-
 def read_handle(params: Mapping[str, Any]) -> Handle | None:
     """The handle among a request's parameters, or `None` where a field is missing or no such thing."""
-    return _read(dict(params), Handle)
+    return convert(dict(params), Handle)
 
 
 def keep_sender(params: MutableMapping[str, Any], groups: int) -> bool:
     """Leaves of a handle that is none only whom to tell so, with empty block lists; false where not even that is there."""
-    sender = _read(dict(params), Sender)
+    sender = convert(dict(params), Sender)
     strip(params)
     if sender is None:
         return False
     params.update(msgspec.structs.asdict(sender), remote_block_ids=[[] for _ in range(groups)])
     return True
-
-
-def read_offer(params: Mapping[str, Any]) -> Offer | Literal["no_digests", "malformed"]:
-    """What our D published with its handle."""
-    ours = params.get(EXTENSION)
-    if not isinstance(ours, Mapping) or ours.get("digests") is None:
-        return "no_digests"
-    return _read(dict(ours), Offer) or "malformed"
-
-
-def has_token_proof(params: Mapping[str, Any]) -> bool:
-    return _read(params.get(EXTENSION), Proof) is not None
-
-
-def read_wishes(params: Mapping[str, Any]) -> Wishes | None:
-    """What a router asks of D; `None` where there is nothing of ours, or nothing that can be read."""
-    return _read(params.get(EXTENSION), Wishes)
 
 
 def has_handle(params: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""When reads must have ended: a worker's record of the holds that its reads rely on."""
+"""Deadlines of a worker's reads: until when D holds the blocks that they rely on."""
 
 from __future__ import annotations
 

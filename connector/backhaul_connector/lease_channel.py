@@ -1,14 +1,6 @@
-"""The lease channel: how a reader claims a lease from the engine that holds it.
+"""RPC server and client of the lease channel: how a reader claims a lease from the engine that holds it.
 
-TCP between scheduler processes; each message is a msgpack map behind its length, four bytes, big-endian. Requests on one
-connection are answered in order. A frame that is too long or no message ends the connection.
-
-    {"v": 1, "op": "claim", "lease", "engine", "epoch", "blocks", "hash", "hold_s", "claim"[, "tail"]}
-        -> {"ok": true, "block_ids": [[...], ...], "tokens", "peer": {...}} | {"ok": false, "why"}
-    {"v": 1, "op": "done", "lease", "claim", "read": true | false}    -> {"ok": true}
-    {"v": 1, "op": "decline", "lease"}                                -> {"ok": true}
-
-`peer` repeats how the holder's workers are reached and sharded, so that a reader need not trust the handle for it.
+TCP between scheduler processes, a thread per connection; the messages are `backhaul_protocol`'s.
 """
 
 from __future__ import annotations
@@ -17,20 +9,26 @@ import contextlib
 import logging
 import socket
 import socketserver
-import struct
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta
+from backhaul_protocol.lease_channel import (
+    LENGTH_BYTES,
+    LONGEST_FRAME,
+    Answer,
+    Message,
+    decode_answer,
+    decode_message,
+    frame,
+)
+from backhaul_protocol.why import Why
 
 from .lease_table import LeaseTable
 
-VERSION: Final = 1
-LONGEST_FRAME: Final = 1 << 20
 MOST_CONNECTIONS: Final = 512
 IDLE_S: Final = 600.0
 """A connection that says nothing for so long is closed; a reader that comes back opens another."""
@@ -40,68 +38,24 @@ MOST_IDLE: Final = 64
 
 logger = logging.getLogger("vllm.backhaul_connector.leases")
 
-_LENGTH = struct.Struct(">I")
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class Claim(msgspec.Struct, frozen=True, tag_field="op", tag="claim"):
-    v: Literal[1]
-    lease: str
-    engine: str
-    epoch: str
-    blocks: int
-    hash: bytes
-    hold_s: float
-    claim: Annotated[str, Meta(max_length=64)]
-    tail: bytes | None = None
-    """For a lease that is read as a whole: the hash of all of its tokens, those behind the last whole block included."""
-
-
-class Done(msgspec.Struct, frozen=True, tag_field="op", tag="done"):
-    lease: str
-    claim: str
-    read: bool
-    v: int = VERSION
-
-
-class Decline(msgspec.Struct, frozen=True, tag_field="op", tag="decline"):
-    lease: str
-    v: int = VERSION
-
-
-Message = Claim | Done | Decline
-_decode_message = msgspec.msgpack.Decoder(Message).decode
-
-
-class Answer(msgspec.Struct, frozen=True):
-    ok: bool
-    why: str | None = None
-    block_ids: list[list[int]] = []
-    tokens: int = 0
-    peer: dict[str, int] = {}
-
-
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
-
 
 class BrokenChannel(Exception):
-    """The other side is gone, too slow, or speaks something else."""
+    """The other side is gone, too slow, or sends what is no message."""
+
+
+class WrongAnswer(BrokenChannel):
+    """A message that this release does not know: the other side runs another one."""
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------
 
 
-def _send(connection: socket.socket, message: object) -> None:
-    body = _encode(message)
-    connection.sendall(_LENGTH.pack(len(body)) + body)
-
-
 def _receive(connection: socket.socket) -> bytes | None:
     """The next frame; `None` where the other side has hung up between two."""
-    head = _exactly(connection, _LENGTH.size)
+    head = _exactly(connection, LENGTH_BYTES)
     if head is None:
         return None
-    (length,) = _LENGTH.unpack(head)
+    length = int.from_bytes(head, "big")
     if length > LONGEST_FRAME:
         raise BrokenChannel(f"a frame of {length} bytes")
     body = _exactly(connection, length)
@@ -182,38 +136,18 @@ class LeaseServer(socketserver.ThreadingTCPServer):
         try:
             while (body := _receive(connection)) is not None:
                 try:
-                    message = _decode_message(body)
+                    message = decode_message(body)
                 except msgspec.ValidationError:
-                    _send(connection, Answer(ok=False, why="malformed"))
+                    connection.sendall(frame(Answer(ok=False, why=Why.MALFORMED)))
                     continue
-                _send(connection, self.reply(message))
+                connection.sendall(frame(self.reply(message)))
         except (msgspec.DecodeError, BrokenChannel) as error:
             logger.warning("Backhaul: a lease channel is closed, which sent no message: %s", error)
         except OSError:
             return  # the reader is gone, or silent; its holds end by themselves
 
     def reply(self, message: Message) -> Answer:
-        """What the table says to one message."""
-        match message:
-            case Claim():
-                granted = self._table.claim(
-                    message.lease,
-                    engine_id=message.engine,
-                    epoch=message.epoch,
-                    blocks=message.blocks,
-                    last_hash=message.hash,
-                    tail=message.tail,
-                    claim=message.claim,
-                    hold_s=message.hold_s,
-                )
-                if isinstance(granted, str):
-                    return Answer(ok=False, why=granted)
-                return Answer(ok=True, block_ids=granted.block_ids, tokens=granted.tokens, peer=dict(self.peer()))
-            case Done():
-                self._table.done(message.lease, message.claim, read=message.read)
-            case Decline():
-                self._table.decline(message.lease)
-        return Answer(ok=True)
+        return self._table.answer(message, self.peer)
 
     def stop(self) -> None:
         """Closes the port and every connection."""
@@ -279,15 +213,16 @@ class LeaseClient:
             self._busy.add(connection)
         try:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            _send(connection, message)
+            connection.sendall(frame(message))
             body = _receive(connection)
             if body is None:
                 raise BrokenChannel("hung up")
-            got = _decode_answer(body)
+            got = decode_answer(body)
+        except msgspec.ValidationError as error:
+            self._drop(connection)
+            raise WrongAnswer(f"{address[0]}:{address[1]}: {error}") from None
         except (OSError, UnicodeEncodeError, msgspec.DecodeError, BrokenChannel) as error:
-            with self._lock:
-                self._busy.discard(connection)
-            connection.close()
+            self._drop(connection)
             raise BrokenChannel(f"{address[0]}:{address[1]}: {error}") from None
         with self._lock:
             self._busy.discard(connection)
@@ -295,6 +230,11 @@ class LeaseClient:
         for one in stale:
             one.close()
         return got
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
 
     def _keep(self, connection: socket.socket, address: tuple[str, int]) -> list[socket.socket]:
         """Keeps a connection; those that are kept no longer."""

@@ -1,4 +1,4 @@
-"""The leases of a decode engine: what it keeps for later turns, who is reading it, and when it ends.
+"""Lease table of a decode engine: what it keeps for later turns, who is reading it, and when it ends.
 
 One table lives in the engine's scheduler process and is the only authority over the blocks that finished turns left behind.
 Its rules:
@@ -21,12 +21,15 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from backhaul_protocol.lease_channel import LONGEST_HOLD_S, Answer, Claim, Decline, Done, Message
+from backhaul_protocol.leases import LeaseAnswer, LeaseOperation, LeaseRow
+from backhaul_protocol.why import Why
 
 MOST_REMEMBERED = 4096
 """Ended leases whose end is still known, so that a late reader hears why."""
-LONGEST_HOLD_S = 600.0
 
 
 class End(enum.StrEnum):
@@ -39,8 +42,14 @@ class End(enum.StrEnum):
     FLUSHED = "flushed"
 
 
-_WHY = {End.READ: "released", End.FLUSHED: "epoch"}
-"""What a reader that comes too late is told, where it is not the end's own name."""
+_WHY = {
+    End.READ: Why.RELEASED,
+    End.RELEASED: Why.RELEASED,
+    End.EXPIRED: Why.EXPIRED,
+    End.EVICTED: Why.EVICTED,
+    End.FLUSHED: Why.EPOCH,
+}
+"""What a reader that comes too late is told."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,11 @@ class LeaseTable:
         """Whether there is anything that the workers have to be told."""
         return bool(self._to_end or self._to_keep) or self._clock() >= self._next_check
 
+    @property
+    def next_check(self) -> float | None:
+        """When `sweep` has something to do by itself, on the table's clock; `None` for never."""
+        return None if self._next_check == float("inf") else self._next_check
+
     def forget(self, lease_id: str) -> None:
         """The workers have let go of a lease: because it had ended, or because a stock engine has read it."""
         with self._lock:
@@ -244,23 +258,40 @@ class LeaseTable:
         with self._lock:
             return sum(lease.ending is None for lease in self._live.values()), len(self._pins)
 
-    def listed(self) -> list[dict[str, object]]:
+    def listed(self) -> tuple[LeaseRow, ...]:
         """The leases as an operator reads them, oldest first."""
         now = self._clock()
         with self._lock:
-            return [
-                {
-                    "id": lease.id,
-                    "blocks": len(lease.pinned),
-                    "tokens": lease.tokens,
-                    "age_s": round(now - lease.began, 3),
-                    "remaining_s": round(lease.expires - now, 3),
-                    "holds": len(lease.holds),
-                    "shared": lease.shared,
-                }
+            return tuple(
+                LeaseRow(
+                    id=lease.id,
+                    blocks=len(lease.pinned),
+                    tokens=lease.tokens,
+                    age_s=round(now - lease.began, 3),
+                    remaining_s=round(lease.expires - now, 3),
+                    holds=len(lease.holds),
+                    shared=lease.shared,
+                )
                 for lease in self._live.values()
                 if lease.ending is None
-            ]
+            )
+
+    def operate(self, asked: LeaseOperation, ttl_s: float) -> LeaseAnswer:
+        """Does what a router asks; `ttl_s` is for renewals that do not say."""
+        released, unknown = self.release(asked.release)
+        renewed, unknown_too = self.renew(asked.renew, asked.ttl_s or ttl_s)
+        flushed = self.flush() if asked.flush else None
+        count, blocks = self.count()
+        return LeaseAnswer(
+            released=released,
+            renewed=renewed,
+            unknown=list(dict.fromkeys([*unknown, *unknown_too])),
+            flushed=flushed,
+            epoch=self.epoch,
+            count=count,
+            blocks=blocks,
+            leases=self.listed() if asked.list else None,
+        )
 
     def totals(self) -> Totals:
         now = self._clock()
@@ -272,60 +303,54 @@ class LeaseTable:
 
     # --- the readers' side --------------------------------------------------------------------------------------------
 
-    def claim(
-        self,
-        lease_id: str,
-        *,
-        engine_id: str,
-        epoch: str,
-        blocks: int,
-        last_hash: bytes,
-        claim: str,
-        hold_s: float,
-        tail: bytes | None = None,
-    ) -> Grant | str:
-        """Grants the leading `blocks` blocks for `hold_s` seconds to a reader whose own hash of the last of them is
-        `last_hash`, or says why not. A lease that is read as a whole is granted to a reader that has all of its tokens:
-        `tail` is its own hash of them."""
+    def answer(self, message: Message, peer: Callable[[], Mapping[str, int]]) -> Answer:
+        """To one message of the lease channel; `peer` goes into every grant."""
+        match message:
+            case Claim():
+                granted = self.claim(message)
+                if isinstance(granted, Why):
+                    return Answer(ok=False, why=granted)
+                return Answer(ok=True, block_ids=granted.block_ids, tokens=granted.tokens, peer=dict(peer()))
+            case Done():
+                self.done(message.lease, message.claim, read=message.read)
+            case Decline():
+                self.decline(message.lease)
+        return Answer(ok=True)
+
+    def claim(self, asked: Claim) -> Grant | Why:
+        """Grants the leading blocks that a reader asks for, and holds them for it, if its own hash of the last of them is the
+        lease's; else why not. A lease that is read as a whole is granted to a reader that has all of its tokens: `tail` is its
+        own hash of them."""
         with self._lock:
-            answer = self._claim(lease_id, engine_id, epoch, blocks, last_hash, tail, claim, hold_s)
+            answer = self._claim(asked)
             self._claims["granted" if isinstance(answer, Grant) else answer] += 1
             return answer
 
-    def _claim(
-        self,
-        lease_id: str,
-        engine_id: str,
-        epoch: str,
-        blocks: int,
-        last_hash: bytes,
-        tail: bytes | None,
-        claim: str,
-        hold_s: float,
-    ) -> Grant | str:
+    def _claim(self, asked: Claim) -> Grant | Why:
         now = self._clock()
-        if engine_id != self.engine_id:
-            return "other_engine"
-        if epoch != self.epoch:
-            return "epoch"
-        lease = self._live.get(lease_id)
+        if asked.engine != self.engine_id:
+            return Why.OTHER_ENGINE
+        if asked.epoch != self.epoch:
+            return Why.EPOCH
+        lease = self._live.get(asked.lease)
         if lease is not None:
             self._check(lease, now)
-        if lease is None or lease.ending is not None or lease_id not in self._live:
-            end = lease.ending if lease is not None and lease.ending else self._ends.get(lease_id)
-            return "unknown_lease" if end is None else _WHY.get(end, str(end))
-        if not 0 < blocks <= len(lease.hashes) or not 0 < hold_s <= LONGEST_HOLD_S:
-            return "malformed"
-        if lease.hashes[blocks - 1] != last_hash or tail != (lease.whole and lease.whole.tail):
-            return "differs"
+        if lease is None or lease.ending is not None or lease.id not in self._live:
+            end = lease.ending if lease is not None and lease.ending else self._ends.get(asked.lease)
+            return Why.UNKNOWN_LEASE if end is None else _WHY[end]
+        blocks, until = asked.blocks, now + asked.hold_s
+        if not 0 < blocks <= len(lease.hashes) or not 0 < asked.hold_s <= LONGEST_HOLD_S:
+            return Why.MALFORMED
+        if lease.hashes[blocks - 1] != asked.hash or asked.tail != (lease.whole and lease.whole.tail):
+            return Why.DIFFERS
         if lease.whole is not None and blocks != len(lease.hashes):
-            return "malformed"
-        if not lease.shared and lease.holds.keys() - {claim}:
-            return "released"
-        lease.holds[claim] = now + hold_s
-        self._next_check = min(self._next_check, now + hold_s)
+            return Why.MALFORMED
+        if not lease.shared and lease.holds.keys() - {asked.claim}:
+            return Why.RELEASED
+        lease.holds[asked.claim] = until
+        self._next_check = min(self._next_check, until)
         if not lease.shared:
-            self._to_keep.add(lease_id)
+            self._to_keep.add(lease.id)
         if lease.whole is not None:
             return Grant([list(group) for group in lease.block_ids], lease.whole.tokens)
         return Grant([list(group[:blocks]) for group in lease.block_ids], blocks * lease.block_size)

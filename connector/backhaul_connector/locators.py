@@ -1,4 +1,4 @@
-"""Locators: the short digests that D publishes with a handle, by which P finds the leading blocks of its own prompt.
+"""Truncated hash chain (locators): what D publishes with a handle, by which P finds the leading blocks of its own prompt.
 
 A locator is the first four bytes of vLLM's block hash. Those hashes are chained, so one stands for all tokens up to its
 block's end, adapter, salt and images included. Four bytes prove nothing and need not: whoever reads claims first, and D
@@ -22,7 +22,11 @@ def whole_blocks(hashes: Sequence[bytes], hashes_per_block: int, blocks: int) ->
 
 def publish(hashes: Sequence[bytes]) -> str:
     """One locator per hash, as base64: a third of a byte per token at a block size of 16."""
-    return base64.b64encode(b"".join([h[:LOCATOR_BYTES] for h in hashes])).decode()
+    return base64.b64encode(pack(hashes)).decode()
+
+
+def pack(hashes: Sequence[bytes]) -> bytes:
+    return b"".join([h[:LOCATOR_BYTES] for h in hashes])
 
 
 def read(published: str) -> bytes | None:
@@ -40,7 +44,7 @@ def common(theirs: bytes, mine: Sequence[bytes]) -> int:
     By bisection over slices: chained hashes that differ once differ from there on.
     """
     most = min(len(theirs) // LOCATOR_BYTES, len(mine))
-    packed = b"".join([h[:LOCATOR_BYTES] for h in mine[:most]])
+    packed = pack(mine[:most])
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""A turn's prefill leg: whether the handle that comes with a prompt is read, and how much of it.
+"""Policy of a turn's prefill leg: whether the handle that comes with a prompt is read, and how much of it.
 
 The steps are those of vLLM's scheduler. `admit` compares the handle's locators with the prompt. `match`, at every attempt to
 schedule the request, claims the lease and waits for the answer over as many attempts as that takes. `start` is when blocks
@@ -14,16 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from backhaul_protocol import KEY
+from backhaul_protocol.account import PrefillAccount
+from backhaul_protocol.lease_channel import Answer
+from backhaul_protocol.messages import Published, from_prefill, has_token_proof, read_published
+from backhaul_protocol.why import DECLINED, Why
+
 from . import handles, locators
-from .account import PrefillAccount
 from .claims import Claim, Claims, Target
-from .handles import EXTENSION, VERSION, Handle, Offer
-from .lease_channel import Answer
+from .handles import Handle
 from .shape import Request, Shape
 
 _FROM_PEER = ("remote_port", "tp_size", "dcp_size", "pp_size", "remote_registration_generation")
-_FREE_AT_ONCE = ("diverged", "below_threshold", "local_hit")
-"""Reasons that will be the same for anyone who comes with this prompt: a lease that is not shared need not be kept."""
 
 
 @dataclass
@@ -64,28 +66,28 @@ class PrefillSide:
                 self._decline(params, prefill, why)
         return prefill
 
-    def _locate(self, request: Request, params: dict[str, Any], prefill: Prefill) -> str | None:
+    def _locate(self, request: Request, params: dict[str, Any], prefill: Prefill) -> Why | None:
         """Finds how much of the handle is this prompt; why nothing of it can be read, if so."""
         shape = self._shape
         if not shape.bidirectional:
-            return "bidirectional_off"
+            return Why.BIDIRECTIONAL_OFF
         handle = handles.read_handle(params)
         if handle is None:
-            return "malformed"
+            return Why.MALFORMED
         if shape.unsupported or request.skip_reading_prefix_cache:
-            return "unsupported"
+            return Why.UNSUPPORTED
         most = (request.num_prompt_tokens - 1) // shape.block_size
-        offer = handles.read_offer(params)
-        if offer == "no_digests" and handles.has_token_proof(params):
+        offer = read_published(params)
+        if offer is Why.NO_DIGESTS and has_token_proof(params):
             return self._take_proven(params, prefill, handle, most)
-        if not isinstance(offer, Offer):
+        if isinstance(offer, Why):
             return offer
-        published = locators.read(offer.digests)
+        published = locators.read(offer.digests or "")
         if published is None:
-            return "malformed"
+            return Why.MALFORMED
         prefill.account.offered = len(published) // locators.LOCATOR_BYTES * offer.block_size
         if offer.block_size != shape.block_size or offer.whole != shape.whole:
-            return "unsupported"
+            return Why.UNSUPPORTED
         mine = shape.hashes(request, min(most, shape.hashed_blocks(request)))
         blocks = locators.common(published, mine)
         if offer.whole:
@@ -103,13 +105,15 @@ class PrefillSide:
             epoch=offer.epoch,
             shared=offer.lease.shared,
         )
-        return None if prefill.blocks else "diverged"
+        return None if prefill.blocks else Why.DIVERGED
 
-    def _find_whole(self, request: Request, prefill: Prefill, offer: Offer, offered: int, common: int) -> str | None:
+    def _find_whole(
+        self, request: Request, prefill: Prefill, offer: Published, offered: int, common: int
+    ) -> Why | None:
         """Takes an offer that is good as a whole only, if the prompt goes on where it ends; why not, if it is no such offer."""
         tokens = offer.tokens
         if tokens is None or tokens // self._shape.block_size != offered:
-            return "malformed"
+            return Why.MALFORMED
         prefill.account.offered = tokens
         if common == offered and tokens < request.num_prompt_tokens:
             prefill.tail = self._shape.tail_hash(request, tokens)
@@ -117,15 +121,15 @@ class PrefillSide:
                 prefill.blocks, prefill.tokens = common, tokens
         return None
 
-    def _take_proven(self, params: dict[str, Any], prefill: Prefill, handle: Handle, most: int) -> str | None:
+    def _take_proven(self, params: dict[str, Any], prefill: Prefill, handle: Handle, most: int) -> Why | None:
         size = self._shape.block_size
         held = handle.remote_num_tokens or 0
         blocks = min(held // size, most)
         if self._shape.whole:
-            return "unsupported"
+            return Why.UNSUPPORTED
         cut = self._shape.cut(handle, blocks * size)
         if cut is None:
-            return "malformed"
+            return Why.MALFORMED
         prefill.account.offered = held // size * size
         prefill.account.verified = blocks * size
         prefill.blocks, prefill.tokens = blocks, blocks * size
@@ -134,14 +138,14 @@ class PrefillSide:
         params["remote_num_tokens"] = blocks * size
         return None
 
-    def _decline(self, params: dict[str, Any], prefill: Prefill, why: str) -> None:
+    def _decline(self, params: dict[str, Any], prefill: Prefill, why: Why) -> None:
         prefill.account.why = why
         handles.strip(params)
         claim, prefill.claim = prefill.claim, None
         target, prefill.target = prefill.target, None
         if claim is not None:
             self._claims.done(claim, read=False)
-        if target is not None and why in _FREE_AT_ONCE:
+        if target is not None and why in DECLINED:
             self._claims.decline(target)
 
     def match(self, request: Request, prefill: Prefill, local: int) -> tuple[int | None, bool]:
@@ -153,12 +157,12 @@ class PrefillSide:
             # request forever (0.32, pull_scheduler.py).
             if account.pulled:  # vLLM took the blocks away since: what was read is gone
                 account.pulled = account.bytes = 0
-                account.why = "read_failed"
+                account.why = Why.READ_FAILED
             account.local = local
             return 0, False
         account.local = local
         count = prefill.tokens - local
-        why = "local_hit" if count <= 0 else "below_threshold" if count < self._shape.recompute_threshold else None
+        why = Why.LOCAL_HIT if count <= 0 else Why.BELOW_THRESHOLD if count < self._shape.recompute_threshold else None
         if prefill.by_tokens:
             if why is None:
                 return count, True
@@ -172,7 +176,7 @@ class PrefillSide:
         claim = prefill.claim
         if claim is not None and claim.granted and claim.left_s() < self._claims.hold_s / 2:
             if prefill.stale:  # once more would be no fresher
-                self._decline(params, prefill, "hold_ended")
+                self._decline(params, prefill, Why.HOLD_ENDED)
                 return 0, False
             self._claims.done(claim, read=False)  # the request has waited for blocks since, and the read needs time
             claim, prefill.stale = None, True
@@ -189,15 +193,15 @@ class PrefillSide:
         if answer is None:
             if not self._claims.is_overdue(claim):
                 return None, False
-            answer = Answer(ok=False, why="unreachable")
+            answer = Answer(ok=False, why=Why.UNREACHABLE)
         else:
             prefill.account.claim_ms = round(claim.took_ms, 3)
         tokens = prefill.tokens
         if not answer.ok:
-            self._decline(params, prefill, answer.why or "malformed")
+            self._decline(params, prefill, answer.why or Why.MALFORMED)
             return 0, False
         if answer.tokens != tokens or not self._shape.is_exactly(answer.block_ids, tokens):
-            self._decline(params, prefill, "malformed")
+            self._decline(params, prefill, Why.MALFORMED)
             return 0, False
         prefill.stale = False
         # From here on nothing of the handle is used but the host: the rest is the holder's own word.
@@ -216,7 +220,7 @@ class PrefillSide:
             prefill.read_began = self._clock()
             return prefill.claim.ends - self._margin_s if prefill.claim is not None else None
         if prefill.target is not None:
-            self._decline(request.kv_transfer_params, prefill, prefill.account.why or "unsupported")
+            self._decline(request.kv_transfer_params, prefill, prefill.account.why or Why.UNSUPPORTED)
         return None
 
     def ended(self, prefill: Prefill, *, failed: bool) -> None:
@@ -225,7 +229,7 @@ class PrefillSide:
         claim, prefill.claim = prefill.claim, None
         if failed:
             late = claim is not None and claim.left_s() < self._margin_s
-            prefill.account.why = "hold_ended" if late else "read_failed"
+            prefill.account.why = Why.HOLD_ENDED if late else Why.READ_FAILED
             prefill.account.pulled = prefill.account.bytes = 0
         if claim is not None:
             self._claims.done(claim, read=not failed)
@@ -251,12 +255,5 @@ class PrefillSide:
             if value:
                 self.counts[metric, ""] += value
         tail = self._shape.tail_hash(request, request.num_prompt_tokens)
-        return {
-            EXTENSION: {
-                "version": VERSION,
-                "account": account.fields(),
-                "prompt_hash": self._shape.hash_at(request, request.num_prompt_tokens),
-                "prompt_tail": None if tail is None else tail.hex(),
-                "prompt_tokens": request.num_prompt_tokens,
-            }
-        }
+        tokens = request.num_prompt_tokens
+        return {KEY: from_prefill(account, tokens, self._shape.hash_at(request, tokens), tail)}

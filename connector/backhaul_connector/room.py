@@ -1,4 +1,4 @@
-"""Room for the requests that run, and for the one that is scheduled next: leases end for them."""
+"""Eviction under memory pressure: room for the requests that run, and for the one that is scheduled next: leases end for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector in the scheduler process: vLLM's hooks, and what the legs of a turn and the lease table do at each of them.
+"""Adapter to vLLM's scheduler: its hooks, and what the legs of a turn and the lease table do at each of them.
 
 A request that comes with `do_remote_decode` is a prefill leg (`prefill_side`), any other with parameters a decode leg
 (`decode_side`) or a request for the leases; one engine may see all. vLLM calls on_new_request, get_num_new_matched_tokens (at
@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from backhaul_protocol.why import Why
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.request import RequestStatus
@@ -213,7 +214,7 @@ class BackhaulScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                     self._prefill_side.ended(prefill, failed=rid in failed)
                 case Decode() as decode if rid in failed:
                     decode.account.received = 0
-                    decode.account.why = "read_failed"
+                    decode.account.why = Why.READ_FAILED
         for rid in connector_output.finished_sending or ():
             self.leases.forget(rid)
 

@@ -1,4 +1,4 @@
-"""The connector's own keys in `kv_connector_extra_config`, beside those of vLLM."""
+"""Configuration: the connector's own keys in `kv_connector_extra_config`, beside those of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts and blocks are like on one engine: what both legs of a turn need to know to compare and cut them."""
+"""Value object of one engine's KV layout: what both legs of a turn need to know to compare and cut prompts and blocks."""
 
 from __future__ import annotations
 

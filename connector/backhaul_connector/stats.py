@@ -1,13 +1,12 @@
-"""What an engine counts: vLLM's own NIXL numbers and ours, in one object that travels from workers and scheduler to /metrics."""
+"""Metrics of an engine: vLLM's own NIXL numbers and ours, in one object that travels from workers and scheduler to /metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from backhaul_protocol import VERSION
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
-
-from .handles import VERSION
 
 COUNTS = "backhaul_counts"
 """Entries are [metric, value of its label or "", how many]."""
@@ -40,7 +39,7 @@ class BackhaulStats(NixlKVConnectorStats):  # type: ignore[misc]
     @classmethod
     def of(cls, counts: Mapping[tuple[str, str], float], gauges: tuple[int, int, float] | None) -> BackhaulStats:
         stats = cls()
-        stats.data[COUNTS] = [[metric, label, value] for (metric, label), value in counts.items()]
+        stats.data[COUNTS] = [[metric, str(label), value] for (metric, label), value in counts.items()]
         stats.data[GAUGES] = [list(gauges)] if gauges is not None else []
         return stats
 

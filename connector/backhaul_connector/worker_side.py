@@ -1,4 +1,4 @@
-"""The connector in a worker: does what the scheduler's lease table says, and trusts no read that came too late."""
+"""Adapter to vLLM's worker: does what the scheduler's lease table says, and trusts no read that came too late."""
 
 from __future__ import annotations
 

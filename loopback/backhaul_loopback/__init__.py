@@ -1,4 +1,4 @@
-"""A vLLM engine without a model: the wire protocol, KV transfers and failure modes of vLLM 0.32 over real sockets.
+"""Test double of a vLLM 0.32 engine, without a model: its wire protocol, KV transfers and failure modes over real sockets.
 
 The answer is a function of the KV that a request used, so a wrong reuse changes the text.
 """

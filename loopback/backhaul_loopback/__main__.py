@@ -1,4 +1,4 @@
-"""`python -m backhaul_loopback --role prefill --port 8100`: one engine as a process of its own.
+"""Command-line entry, `python -m backhaul_loopback --role prefill --port 8100`: one engine as a process of its own.
 
 Prints one line once it listens. Ends on SIGTERM or SIGINT, and when the process that started it is gone.
 """

@@ -1,4 +1,4 @@
-"""KV blocks with reference counts, and the prefix cache over them: chained digests, least recently used goes first.
+"""Block manager: KV blocks with reference counts, and a prefix cache over them by chained digests, which evicts by LRU.
 
 Invariants: a block is in the free queue exactly when nobody holds it; a digest in the cache names a full block;
 a block keeps its digest and its values after it was freed, until it is given out again. Blocks that were never

@@ -1,4 +1,4 @@
-"""The fields that vLLM 0.32's endpoints know, and their types (vLLM: pydantic models). Unknown fields are ignored."""
+"""Request schemas: the fields that vLLM 0.32's endpoints know, and their types (pydantic there). Unknown ones are ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time for an engine: real, or virtual so that minutes of leases and decoding pass in no time."""
+"""Clock of an engine: real, or virtual so that minutes of leases and decoding pass in no time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one loopback engine is told, in vLLM's words and with vLLM's defaults, and the switches that make it fail."""
+"""Configuration of one loopback engine, in vLLM's words and with its defaults, and fault injection."""
 
 from __future__ import annotations
 

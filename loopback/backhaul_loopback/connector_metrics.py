@@ -1,11 +1,12 @@
-"""The connector's own series on an engine's `/metrics`, beside vLLM's."""
+"""Metrics: the connector's own series on an engine's `/metrics`, beside vLLM's."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from .asks import WIRE_VERSION
+from backhaul_protocol import VERSION
+
 from .metrics import Page
 
 
@@ -24,9 +25,9 @@ class ConnectorMetrics:
     claims: Counter[str] = field(default_factory=Counter)
     """D's side: `granted`, or why a read was fenced off."""
 
-    def exposition(self, *, model: str, leases: int, leased_blocks: int, oldest_s: float) -> str:
+    def exposition(self, model: str, leases: int, leased_blocks: int, oldest_s: float) -> str:
         page = Page(model, prefix="backhaul_")
-        page.raw(f'# TYPE backhaul_connector_info gauge\nbackhaul_connector_info{{version="{WIRE_VERSION}"}} 1.0\n')
+        page.raw(f'# TYPE backhaul_connector_info gauge\nbackhaul_connector_info{{version="{VERSION}"}} 1.0\n')
         page.gauge("leases", leases)
         page.gauge("leased_blocks", leased_blocks)
         page.gauge("oldest_lease_seconds", oldest_s)

@@ -1,7 +1,7 @@
-"""The engine core: admits sequences, reads and computes their KV, generates, and decides what stays held afterwards.
+"""Scheduler and executor (vLLM's engine core): admits sequences, gets their KV, generates, decides what stays held then.
 
 Names follow vLLM's scheduler. One sequence is one call of `run`; sequences share the blocks, the prefix cache and
-the leases, and nothing awaits between looking at those and changing them.
+the pins and leases, and nothing awaits between looking at those and changing them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from . import asks, kv, transfer
+from backhaul_connector import handles
+from backhaul_protocol import KEY
+
+from . import kv, transfer
 from .blocks import Block, BlockPool
 from .clock import Clock
 from .config import EngineConfig, Faults
 from .connector import Connector
 from .errors import EngineDeadError, KVLoadError
-from .leases import LeaseTable
 from .metrics import Metrics
+from .pins import Pins
 from .reader import Reader, ignore_read
 from .sequence import Seq, Step
 from .tokenizer import EOS
@@ -35,7 +38,7 @@ class EngineCore:
         self.faults = faults
         self.engine_id = config.engine_id or str(uuid.uuid4())
         self.pool = BlockPool(config.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-        self.leases = LeaseTable()
+        self.pins = Pins()
         self.metrics = Metrics()
         self.max_model_len = min(config.max_model_len, self.pool.usable * config.block_size)
         self.side_channel_host = config.host
@@ -52,7 +55,7 @@ class EngineCore:
                 clock,
                 faults,
                 engine_id=self.engine_id,
-                max_blocks=int(config.max_leased_fraction * self.pool.usable),
+                blocks=self.pool.usable,
                 release=self._release,
                 let_go=self.reject,
             )
@@ -69,12 +72,12 @@ class EngineCore:
         return self.clock.now()
 
     def read_blocks(self, request_id: str, block_ids: Sequence[int]) -> list[list[int]]:
-        """What the blocks hold. Without a live lease they may be anyone's: their owner's KV is never shown then."""
+        """What the blocks hold. Without a pin or lease they may be anyone's: their owner's KV is never shown then."""
         self.reap()
         if self.faults.drop_reads > 0:
             self.faults.drop_reads -= 1
             raise ConnectionAbortedError("failure ordered by a test")
-        held = request_id in self.leases or (self.connector is not None and request_id in self.connector.leases)
+        held = request_id in self.pins or (self.connector is not None and request_id in self.connector.leases)
         size = self.block_size
         return [list(self.pool[i].values) if held and i in self.pool else kv.garbage(i, size) for i in block_ids]
 
@@ -82,7 +85,7 @@ class EngineCore:
         self.reap()
         if self.connector is not None and self.connector.leases.notified(request_id):
             return
-        blocks = self.leases.end(request_id)
+        blocks = self.pins.end(request_id)
         if blocks is None:
             self.metrics.nixl_num_notifications_after_expiry += 1
         else:
@@ -90,7 +93,7 @@ class EngineCore:
 
     def heartbeat(self, request_id: str) -> None:
         self.reap()
-        self.leases.extend(request_id, self.clock.now() + self.config.kv_lease_duration * 2 / 3)
+        self.pins.extend(request_id, self.clock.now() + self.config.kv_lease_duration * 2 / 3)
 
     # -- sequences -------------------------------------------------------------------------------------------
 
@@ -134,34 +137,35 @@ class EngineCore:
     def reject(self, params: Params | None) -> None:
         """A request ended before its load was started: P's blocks for it can go."""
         if params and self.connector is not None:
-            params = asks.sender_of(params) if params.get("do_remote_prefill") else None
+            told = {**params, "do_remote_prefill": True}
+            params = told if params.get("do_remote_prefill") and handles.keep_sender(told, groups=1) else None
         self._reader.let_go(params)
 
     def reap(self) -> None:
-        """Ends the leases whose time is up."""
-        for request_id in self.leases.expired(self.clock.now()):
+        """Ends the pins and leases whose time is up."""
+        for request_id in self.pins.expired(self.clock.now()):
             self.metrics.nixl_num_kv_expired_reqs += 1
-            self._release(self.leases.end(request_id) or ())
+            self._release(self.pins.end(request_id) or ())
         if self.connector is not None:
             self.connector.leases.reap()
 
     def forget_lease(self, request_id: str | None = None) -> None:
-        """Frees a lease (every lease for `None`) as if it had never been, as a bug in the engine would."""
-        for known in [request_id] if request_id is not None else list(self.leases):
-            self._release(self.leases.end(known) or ())
+        """Frees a request's pin and lease (all for `None`) without anyone having been told, as a bug in the engine would."""
+        for known in [request_id] if request_id is not None else list(self.pins):
+            self._release(self.pins.end(known) or ())
         if self.connector is not None:
             self.connector.leases.forget(request_id)
 
     def lease_ids(self) -> list[str]:
-        """Of the leases that can be read or end by themselves, P's and D's, oldest first."""
+        """The requests whose blocks are pinned or leased, oldest first."""
         self.reap()
-        return [*self.leases, *(self.connector.leases if self.connector is not None else ())]
+        return [*self.pins, *(self.connector.leases if self.connector is not None else ())]
 
     def pinned_blocks(self) -> int:
-        """Blocks that leases hold, each counted once."""
+        """Blocks of pins and leases, each counted once."""
         self.reap()
         more = self.connector.leases.block_ids if self.connector is not None else set()
-        return len(self.leases.block_ids | more)
+        return len(self.pins.block_ids | more)
 
     def reset_cache(self, *, reset_external: bool) -> bool:
         """Forgets every cached prefix, unless blocks are held; then the connector forgets its leases, if it is told to."""
@@ -259,7 +263,7 @@ class EngineCore:
     async def _some_blocks_freed(self) -> None:
         self._freed.clear()
         waits: list[asyncio.Task[Any]] = [asyncio.create_task(self._freed.wait())]
-        deadlines = [self.leases.next_deadline()]
+        deadlines = [self.pins.next_deadline()]
         if self.connector is not None:
             deadlines.append(self.connector.leases.next_deadline())
         deadline = min((at for at in deadlines if at is not None), default=None)
@@ -352,7 +356,7 @@ class EngineCore:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _finish(self, seq: Seq) -> Params | None:
-        """Releases or leases the sequence's blocks, and makes the handle (`request_finished`)."""
+        """Releases, pins or leases the sequence's blocks, and makes the handle (`request_finished`)."""
         params, config = seq.params, self.config
         kept = -(-seq.num_computed // self.block_size)
         self._release(seq.blocks[kept:])
@@ -365,20 +369,21 @@ class EngineCore:
         ttl = config.kv_lease_duration if is_prefill_leg else config.decoder_kv_blocks_ttl
         deadline = self.clock.now() + ttl
         blocks, seq.blocks = seq.blocks, []
-        self.leases.add(seq.request_id, blocks, deadline if seq.tracked else None)
+        self.pins.add(seq.request_id, blocks, deadline if seq.tracked else None)
         result = self._handle(seq, blocks, seq.num_computed, None if is_prefill_leg else deadline)
         if is_prefill_leg and len(seq.output) == 1:
             result["remote_prefill_cached_tokens"] = seq.num_local + seq.num_external
         if self.connector is not None:
-            result["backhaul"] = self.connector.prefill_answer(seq)
+            result[KEY] = self.connector.prefill_answer(seq)
         return self.faults.lie(result) if self.faults.lie is not None else result
 
     def _finish_decode(self, connector: Connector, seq: Seq) -> Params | None:
-        lease = connector.retain(seq)
-        answer = connector.decode_answer(seq, lease)
-        if lease is None:
-            return None if answer is None else {"backhaul": answer}
-        result = self._handle(seq, lease.blocks, lease.tokens, lease.deadline) | {"backhaul": answer}
+        blocks = connector.retain(seq)
+        answer = connector.decode_answer(seq, blocks)
+        if not blocks:
+            return None if answer is None else {KEY: answer}
+        expiry = self.clock.now() + connector.ttl_s(seq)
+        result = self._handle(seq, blocks, len(blocks) * self.block_size, expiry) | {KEY: answer}
         return self.faults.lie(result) if self.faults.lie is not None else result
 
     def _handle(self, seq: Seq, blocks: Sequence[Block], num_tokens: int, expiry: float | None) -> Params:

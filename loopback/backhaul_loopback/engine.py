@@ -1,4 +1,4 @@
-"""One loopback engine, listening: `async with LoopbackEngine(role="decode") as engine: engine.url`."""
+"""Facade: one loopback engine, listening: `async with LoopbackEngine(role="decode") as engine: engine.url`."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class LoopbackEngine:
 
     @property
     def pinned_blocks(self) -> int:
-        """Blocks that leases hold right now."""
+        """Blocks that are pinned or leased right now."""
         return self.core.pinned_blocks()
 
     @property
     def lease_ids(self) -> list[str]:
-        """The requests whose blocks are leased right now."""
+        """The requests whose blocks are pinned or leased right now."""
         return self.core.lease_ids()
 
     @property
@@ -76,7 +76,7 @@ class LoopbackEngine:
         return [request for request in self.received if request.path == path]
 
     def forget_lease(self, request_id: str | None = None) -> None:
-        """Frees the lease that a request left (all for `None`) without anyone having been told."""
+        """Frees what is kept of a request (of all for `None`) without anyone having been told."""
         self.core.forget_lease(request_id)
 
     async def start(self) -> None:

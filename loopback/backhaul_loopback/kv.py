@@ -1,4 +1,4 @@
-"""What stands in for attention: KV values that depend on everything before them, and a state that reads them all.
+"""Fake attention: KV values that depend on everything before them, and a state that reads them all.
 
 A position's value is computed from the state over *the KV that the request actually holds* for the positions
 before it, right or wrong, and from its own token. So KV of other tokens than the prompt's changes every value

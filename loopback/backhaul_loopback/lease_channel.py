@@ -1,6 +1,6 @@
-"""The connector's lease channel: how a reader asks D, at the moment of reading, whether it may.
+"""RPC server and client of the lease channel in this engine's event loop: how a reader asks D whether it may read.
 
-Frames are a 4-byte big-endian length and a MessagePack map. One question, one answer, in order; connections are kept.
+The messages are the connector's. One question, one answer, in order; connections are kept.
 """
 
 from __future__ import annotations
@@ -9,76 +9,28 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from backhaul_connector.lease_channel import BrokenChannel
+from backhaul_protocol.lease_channel import (
+    LENGTH_BYTES,
+    LONGEST_FRAME,
+    Answer,
+    Message,
+    decode_answer,
+    decode_message,
+    frame,
+)
+from backhaul_protocol.why import Why
 
-from .asks import Id
 from .config import Faults
 from .listening import stop_listening
-
-MAX_FRAME = 2**20
-MAX_HOLD_S = 600.0
-
-_HEAD = 4
-
-
-class Claim(msgspec.Struct, tag_field="op", tag="claim", kw_only=True, omit_defaults=True):
-    """May these blocks be read, and held meanwhile?"""
-
-    v: Annotated[int, Meta(ge=1)]
-    lease: Id
-    engine: Id
-    epoch: Id
-    blocks: Annotated[int, Meta(ge=1)]
-    hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """In full, of the last of the blocks."""
-    tail: bytes | None = None
-    """Only of leases that are read as a whole; this engine has none."""
-    hold_s: Annotated[float, Meta(gt=0, le=MAX_HOLD_S)]
-    claim: Id
-
-
-class Done(msgspec.Struct, tag_field="op", tag="done", kw_only=True):
-    """The reader is finished with what it claimed."""
-
-    lease: Id
-    claim: Id
-    read: bool
-
-
-class Decline(msgspec.Struct, tag_field="op", tag="decline", kw_only=True):
-    """The one reader of a lease that is not shared will not read it."""
-
-    lease: Id
-
-
-Question = Claim | Done | Decline
-
-
-class Answer(msgspec.Struct, omit_defaults=True):
-    ok: bool
-    why: str | None = None
-    block_ids: list[list[int]] | None = None
-    tokens: int | None = None
-    peer: dict[str, int] | None = None
-    """How the holder's blocks are reached, so that nobody has to trust the handle for it."""
-
-
-class UnreachableError(Exception):
-    """No answer from a lease channel in time, or none that can be understood."""
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_question = msgspec.msgpack.Decoder(Question).decode
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 class LeaseChannel:
     """The listener. Port 0 takes a free one, which `port` then names."""
 
-    def __init__(self, answer: Callable[[Question], Answer], faults: Faults, host: str, port: int) -> None:
+    def __init__(self, answer: Callable[[Message], Answer], faults: Faults, host: str, port: int) -> None:
         self.answer = answer
         self.faults = faults
         self.host = host
@@ -127,28 +79,28 @@ class _Listener(asyncio.Protocol):
                 self._transport.abort()
             return
         self._buffer += data
-        while len(self._buffer) >= _HEAD:
-            size = int.from_bytes(self._buffer[:_HEAD], "big")
-            if size > MAX_FRAME:
+        while len(self._buffer) >= LENGTH_BYTES:
+            size = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
+            if size > LONGEST_FRAME:
                 self._transport.abort()
                 return
-            if len(self._buffer) < _HEAD + size:
+            if len(self._buffer) < LENGTH_BYTES + size:
                 return
-            frame = bytes(self._buffer[_HEAD : _HEAD + size])
-            del self._buffer[: _HEAD + size]
+            body = bytes(self._buffer[LENGTH_BYTES : LENGTH_BYTES + size])
+            del self._buffer[: LENGTH_BYTES + size]
             try:
-                answer = self._reply(frame)
+                answer = self._reply(body)
             except msgspec.DecodeError:
                 self._transport.abort()
                 return
-            self._transport.write(_frame(answer))
+            self._transport.write(frame(answer))
 
-    def _reply(self, frame: bytes) -> Answer:
+    def _reply(self, body: bytes) -> Answer:
         try:
-            question = _decode_question(frame)
+            message = decode_message(body)
         except msgspec.ValidationError:
-            return Answer(False, "malformed")
-        return self._channel.answer(question)
+            return Answer(ok=False, why=Why.MALFORMED)
+        return self._channel.answer(message)
 
 
 class LeaseClient:
@@ -159,29 +111,29 @@ class LeaseClient:
         self._idle: dict[tuple[str, int], list[_Connection]] = defaultdict(list)
         self._closed = False
 
-    async def ask(self, host: str, port: int, question: Question) -> Answer:
-        """Raises `UnreachableError`."""
+    async def ask(self, host: str, port: int, message: Message) -> Answer:
+        """Raises `BrokenChannel`."""
         where = f"lease channel {host}:{port}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._ask((host, port), question)
+                return await self._ask((host, port), message)
         except TimeoutError as error:
-            raise UnreachableError(f"{where}: no answer within {self._timeout_s} s") from error
+            raise BrokenChannel(f"{where}: no answer within {self._timeout_s} s") from error
         except (asyncio.IncompleteReadError, OSError, ValueError, msgspec.MsgspecError) as error:
-            raise UnreachableError(f"{where}: {error}") from error
+            raise BrokenChannel(f"{where}: {error}") from error
 
-    async def _ask(self, address: tuple[str, int], question: Question) -> Answer:
+    async def _ask(self, address: tuple[str, int], message: Message) -> Answer:
         idle = self._idle[address]
         while idle:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 # What was kept may have lost its peer meanwhile, which says nothing of who listens there now.
-                return await self._ask_on(idle.pop(), address, question)
-        return await self._ask_on(_Connection(*await asyncio.open_connection(*address)), address, question)
+                return await self._ask_on(idle.pop(), address, message)
+        return await self._ask_on(_Connection(*await asyncio.open_connection(*address)), address, message)
 
-    async def _ask_on(self, connection: _Connection, address: tuple[str, int], question: Question) -> Answer:
+    async def _ask_on(self, connection: _Connection, address: tuple[str, int], message: Message) -> Answer:
         answer: Answer | None = None
         try:
-            answer = await connection.ask(question)
+            answer = await connection.ask(message)
             return answer
         finally:
             if answer is None or self._closed:
@@ -204,15 +156,10 @@ class _Connection:
         self._reader = reader
         self.writer = writer
 
-    async def ask(self, question: Question) -> Answer:
-        self.writer.write(_frame(question))
+    async def ask(self, message: Message) -> Answer:
+        self.writer.write(frame(message))
         await self.writer.drain()
-        size = int.from_bytes(await self._reader.readexactly(_HEAD), "big")
-        if size > MAX_FRAME:
-            raise ConnectionAbortedError(f"frame of {size} bytes: at most {MAX_FRAME}")
-        return _decode_answer(await self._reader.readexactly(size))
-
-
-def _frame(message: Question | Answer) -> bytes:
-    data = _encode(message)
-    return len(data).to_bytes(_HEAD, "big") + data
+        size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+        if size > LONGEST_FRAME:
+            raise ConnectionAbortedError(f"frame of {size} bytes: at most {LONGEST_FRAME}")
+        return decode_answer(await self._reader.readexactly(size))

@@ -1,69 +1,128 @@
-"""Blocks that stay held after their request ended, until a peer has read them or time is up: vLLM's own leases."""
+"""Adapter between the connector's lease table and this engine's blocks: they are let go when the table says that it is time."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from backhaul_connector.lease_table import LeaseTable, Totals
+from backhaul_protocol.lease_channel import Answer, Message
+from backhaul_protocol.leases import LeaseAnswer, LeaseOperation
 
 from .blocks import Block
+from .clock import Clock
+from .connector_metrics import ConnectorMetrics
 
 
-@dataclass(eq=False)
-class Lease:
-    blocks: Sequence[Block]
-    deadline: float | None
-    """On the engine's own clock; `None` never ends: the leak of parameters without a flag, on D."""
+class Leases:
+    """D's leases under the connector. Blocks stay what they were until their lease has ended and nobody holds it."""
 
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        clock: Clock,
+        blocks: int,
+        max_leased_fraction: float,
+        metrics: ConnectorMetrics,
+        release: Callable[[Sequence[Block]], None],
+    ) -> None:
+        self._table = LeaseTable(engine_id, blocks, max_leased_fraction, clock=clock.now)
+        self._metrics = metrics
+        self._release = release
+        self._blocks: dict[str, Sequence[Block]] = {}
+        self._kept: set[str] = set()
+        """Ended by their readers' `done`, not by a notification: shared ones, and those that were claimed."""
 
-class LeaseTable:
-    """Leases by the request that left them. A lease ends once: read, released, expired or forgotten."""
-
-    def __init__(self) -> None:
-        self._leases: dict[str, Lease] = {}
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._leases
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._blocks
 
     def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._leases))
+        """Those that have not ended, oldest first."""
+        return iter([lease.id for lease in self._table.listed()])
+
+    @property
+    def epoch(self) -> str:
+        return self._table.epoch
 
     @property
     def block_ids(self) -> set[int]:
-        return {block.id for lease in self._leases.values() for block in lease.blocks}
+        return {block.id for blocks in self._blocks.values() for block in blocks}
 
-    def add(self, request_id: str, blocks: Sequence[Block], deadline: float | None) -> None:
-        self._leases[request_id] = Lease(blocks, deadline)
+    def count(self) -> tuple[int, int, float]:
+        """Leases, the blocks that they pin, each counted once, and the age of the oldest in seconds."""
+        totals = self.reap()
+        return totals.leases, totals.blocks, totals.oldest_s
 
-    def end(self, request_id: str) -> Sequence[Block] | None:
-        """The blocks to release; `None` when there is no such lease (any more)."""
-        lease = self._leases.get(request_id)
-        if lease is None or lease.deadline is None:
-            return None
-        del self._leases[request_id]
-        return lease.blocks
+    def add(
+        self,
+        lease_id: str,
+        blocks: Sequence[Block],
+        digests: Sequence[bytes],
+        *,
+        block_size: int,
+        ttl_s: float,
+        shared: bool,
+    ) -> bool:
+        """Leases the blocks, which the caller held. False when there is no room even without all older leases."""
+        ids = [block.id for block in blocks]
+        self._blocks[lease_id] = blocks
+        if shared:
+            self._kept.add(lease_id)
+        self._table.add(lease_id, digests, [ids], ids, block_size=block_size, ttl_s=ttl_s, shared=shared)
+        self.reap()
+        return lease_id in self
 
-    def extend(self, request_id: str, deadline: float) -> None:
-        lease = self._leases.get(request_id)
-        if lease is not None and lease.deadline is not None:
-            lease.deadline = max(lease.deadline, deadline)
+    def answer(self, message: Message, peer: Callable[[], Mapping[str, int]]) -> Answer:
+        """To a reader, over the lease channel."""
+        self.reap()
+        answer = self._table.answer(message, peer)
+        self.reap()
+        return answer
 
-    def remaining(self, request_id: str, now: float) -> float:
-        """Seconds until the lease ends; 0 for one that has."""
-        lease = self._leases.get(request_id)
-        if lease is None:
-            return 0.0
-        return math.inf if lease.deadline is None else max(0.0, lease.deadline - now)
+    def operate(self, operation: LeaseOperation, ttl_s: float) -> LeaseAnswer:
+        """For the router; `ttl_s` is for renewals that do not say."""
+        self.reap()
+        answer = self._table.operate(operation, ttl_s)
+        self.reap()
+        return answer
 
-    def expired(self, now: float) -> list[str]:
-        return [
-            request_id
-            for request_id, lease in self._leases.items()
-            if lease.deadline is not None and lease.deadline <= now
-        ]
+    def flush(self) -> None:
+        self._table.flush()
+        self.reap()
+
+    def notified(self, lease_id: str) -> bool:
+        """A reader said over the side channel that it is finished: how stock engines end a lease, and all they can say.
+
+        False for a lease that is not there."""
+        self.reap()
+        if lease_id not in self:
+            return False
+        if lease_id not in self._kept:
+            self._let_go(lease_id)
+            self.reap()
+        return True
+
+    def forget(self, lease_id: str | None) -> None:
+        """Frees a lease (all for `None`), held or not, without anyone having been told: a bug in the engine."""
+        for known in list(self._blocks) if lease_id is None else [lease_id]:
+            self._let_go(known)
+
+    def reap(self) -> Totals:
+        """Lets go of the blocks whose leases and holds are over, and counts what has happened."""
+        self._kept |= self._table.take_kept()
+        for lease_id in self._table.sweep():
+            self._let_go(lease_id)
+        totals = self._table.totals()
+        self._metrics.leases_ended += totals.ended
+        self._metrics.claims += totals.claims
+        return totals
 
     def next_deadline(self) -> float | None:
-        return min((lease.deadline for lease in self._leases.values() if lease.deadline is not None), default=None)
+        """When `reap` next has something to do; ask it first."""
+        return self._table.next_check
+
+    def _let_go(self, lease_id: str) -> None:
+        self._table.forget(lease_id)
+        self._kept.discard(lease_id)
+        if blocks := self._blocks.pop(lease_id, None):
+            self._release(blocks)

@@ -1,4 +1,4 @@
-"""The end of a TCP listener, with nothing left half open."""
+"""Graceful close of a TCP listener, with nothing left half open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's API over the chat endpoint, as vLLM does it (`entrypoints/anthropic/serving.py`)."""
+"""Endpoint `/v1/messages`: Anthropic's API over the chat endpoint, as vLLM does it (`entrypoints/anthropic/serving.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's counters, in the Prometheus text that vLLM serves under `/metrics`.
+"""Metrics: the engine's counters, in the Prometheus text that vLLM serves under `/metrics`.
 
 Names and labels are those of `v1/metrics/loggers.py` and of the NIXL connector's `stats.py`.
 """
@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from backhaul_protocol import VERSION
 
 BYTES_PER_TOKEN = 2048
 """What one token's KV counts as in `nixl_bytes_transferred`."""
@@ -103,7 +105,7 @@ class Metrics:
             f'num_gpu_blocks="{num_blocks}"}} 1.0\n'
         )
         if plugin:
-            page.raw('# TYPE backhaul_plugin_info gauge\nbackhaul_plugin_info{version="1"} 1.0\n')
+            page.raw(f'# TYPE backhaul_plugin_info gauge\nbackhaul_plugin_info{{version="{VERSION}"}} 1.0\n')
         return page.text
 
 

@@ -1,4 +1,4 @@
-"""From the core's steps to what a client reads: text, stop strings, tool calls (vLLM: `v1/engine/detokenizer.py`)."""
+"""Output processor: from steps to what a client reads: text, stop strings, tool calls (vLLM: `v1/engine/detokenizer.py`)."""
 
 from __future__ import annotations
 

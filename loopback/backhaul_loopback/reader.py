@@ -1,4 +1,4 @@
-"""How a request's KV gets here from the peer, and how the peer learns that its blocks can go.
+"""Transfer client: how a request's KV gets here from the peer, and how the peer learns that its blocks can go.
 
 The rules are in `transfer`; this carries them out over the side channel.
 """

@@ -1,4 +1,4 @@
-"""What the render endpoints answer."""
+"""Response schemas: what the render endpoints answer."""
 
 from __future__ import annotations
 

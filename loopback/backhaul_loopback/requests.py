@@ -1,4 +1,4 @@
-"""What a request asks of the engine, and which requests vLLM 0.32 refuses."""
+"""Request validation: what a request asks of the engine, and which requests vLLM 0.32 refuses."""
 
 from __future__ import annotations
 

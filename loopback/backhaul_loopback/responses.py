@@ -1,4 +1,4 @@
-"""The answers' JSON, field by field as vLLM writes it (`serving.py` of `openai/chat_completion` and `completion`).
+"""Response serialization, field by field as vLLM has it (`serving.py` of `openai/chat_completion`, `completion`).
 
 Whole answers carry every field of the model, unset ones as null; streamed chunks carry what was set.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY, VERSION
 
 from .bodies import Json
 from .core import EngineCore
@@ -21,7 +22,6 @@ from .output import Choice, Delta
 from .requests import Call
 from .tokenizer import decode, token_str
 
-PLUGIN_VERSION = 1
 DONE = b"data: [DONE]\n\n"
 
 
@@ -213,8 +213,8 @@ class Writer:
             chunk["system_fingerprint"] = self._fingerprint
         if self.plugin:
             handle = choice.kv_transfer_params or {}
-            own = {"version": PLUGIN_VERSION, "token_ids": choice.token_ids}
-            chunk["kv_transfer_params"] = handle | {"backhaul": handle.get("backhaul", {}) | own}
+            own = {"version": VERSION, "token_ids": choice.token_ids}
+            chunk["kv_transfer_params"] = handle | {KEY: handle.get(KEY, {}) | own}
         return chunk
 
     def _head(self, choices: list[dict[str, Json]]) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API over the same prompts (vLLM 0.32: `entrypoints/openai/responses`).
+"""Endpoint `/v1/responses`: OpenAI's Responses API over the same prompts (vLLM 0.32: `entrypoints/openai/responses`).
 
 Items that continue an assistant's turn (reasoning, text, calls) become one message, as there.
 """

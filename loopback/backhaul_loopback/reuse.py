@@ -1,25 +1,15 @@
-"""What the connector knows about one request: what was offered, proven and read, and why it was not more."""
+"""Per-request state: what the connector knows about one request: what was offered, proven and read, and why it was not more."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
-from .asks import Asked
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The D that a handle names, and its lease."""
-
-    engine_id: str
-    lease: str
-    host: str
-    port: int
-    """Of its lease channel."""
-    epoch: str
-    shared: bool
+from backhaul_connector.claims import Target
+from backhaul_protocol import VERSION
+from backhaul_protocol.leases import LeaseAnswer
+from backhaul_protocol.messages import Asked
+from backhaul_protocol.why import Why
 
 
 @dataclass(eq=False)
@@ -35,7 +25,7 @@ class Grant:
 
 @dataclass(eq=False)
 class Reuse:
-    asked: Asked = field(default_factory=Asked)
+    asked: Asked = field(default_factory=lambda: Asked(version=VERSION))
     named: bool = False
     """The request brought a `backhaul` object."""
     is_prefill_leg: bool = False
@@ -47,12 +37,12 @@ class Reuse:
     """Leading whole blocks that the handle has in common with the prompt, by what D published."""
     by_tokens: bool = False
     """The router vouches for the handle, which a stock D made."""
-    holder: Holder | None = None
+    holder: Target | None = None
     claiming: asyncio.Task[None] | None = None
     grant: Grant | None = None
     claim_s: float = 0.0
     verified: int = 0
     """Tokens of the located blocks, or those that the router vouches for."""
-    why: str | None = None
-    orders: dict[str, Any] | None = None
+    why: Why | None = None
+    operated: LeaseAnswer | None = None
     """What came of the lease operations that the request asked for."""

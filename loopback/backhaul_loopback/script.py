@@ -1,4 +1,4 @@
-"""What the engine answers: a deterministic function of the state over the KV that the request used.
+"""Fake sampler: what the engine answers is a deterministic function of the state over the KV that the request used.
 
 Plain turns get readable words, a request with tools gets a call of the first tool, one with a JSON format gets
 JSON that fits its schema.

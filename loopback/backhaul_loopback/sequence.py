@@ -1,4 +1,4 @@
-"""A prompt on its way to an answer, and what comes out of the engine core for it."""
+"""Sequence (vLLM's request state): a prompt on its way to an answer, and what comes out of the engine core for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Seq:
     num_created: int = 0
     """Prompt tokens that the prefix cache has only since this request."""
     tracked: bool = False
-    """The connector knows the request; a lease of one that it does not know never ends."""
+    """The connector knows the request; a pin of one that it does not know never ends."""
     reading: bool = False
     """A read has begun, which goes on even if the request does not."""
     read_before: float | None = None

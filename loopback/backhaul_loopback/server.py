@@ -1,4 +1,4 @@
-"""The HTTP endpoints of one engine, and the failures that tests order."""
+"""HTTP server: the endpoints of one engine, and the failures that tests order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How engines reach each other's blocks: a TCP listener per engine, in the place of NIXL and its handshake.
+"""Transfer server: how engines reach each other's blocks: a TCP listener per engine, in the place of NIXL and its handshake.
 
 As with RDMA, a read names block numbers and gets what is in them; nothing checks whose they are by now. The one
 fence is the engine id, which changes with every start. Messages are MessagePack behind a 4-byte length.

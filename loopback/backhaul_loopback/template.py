@@ -1,4 +1,4 @@
-"""The chat template: which tokens a conversation becomes.
+"""Chat template: which tokens a conversation becomes.
 
 Every field that a real template may look at shows up in the tokens, so that a router that overlooks one
 is caught. An assistant turn is written exactly as the model generated it (see `script`), so a history

@@ -1,4 +1,4 @@
-"""A tokenizer without a vocabulary file: every UTF-8 byte is a token, and a few special ids mark turns and tools.
+"""Byte tokenizer, without a vocabulary file: every UTF-8 byte is a token, and a few special ids mark turns and tools.
 
 Text can never spell a special id, so what a user writes cannot open or close a turn.
 """

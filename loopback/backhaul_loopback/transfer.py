@@ -1,4 +1,4 @@
-"""The rules of vLLM 0.32's NIXL pull connector (`nixl/pull_scheduler.py`, `pull_worker.py`), traps included.
+"""Model of a KV connector: vLLM 0.32's NIXL pull rules (`nixl/pull_scheduler.py`, `pull_worker.py`), traps included.
 
 Nothing here compares tokens. What a request reads is decided by counts and block numbers alone, so a handle that
 does not belong to the prompt gives wrong KV and a correct-looking answer.

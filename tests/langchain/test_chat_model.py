@@ -32,6 +32,8 @@ from langchain_openai.chat_models._client_utils import StreamChunkTimeoutError
 from pydantic import SecretStr, ValidationError
 from served import freed, in_thread
 
+pytestmark = pytest.mark.openai
+
 SYSTEM = ("system", "You are a patient agent that answers at length. " * 8)
 QUESTIONS = ("Who are you?", "What did I ask before this question?", "And what comes after it, in your opinion?")
 ROUTER = "http://router.invalid/v1"

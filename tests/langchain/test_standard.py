@@ -17,6 +17,8 @@ from langchain_core.messages import AIMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests, chat_models
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+pytestmark = pytest.mark.openai
+
 assert backhaul.__version__  # the tests run openai's client, and so with both of its majors
 
 

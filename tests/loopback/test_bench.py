@@ -39,6 +39,7 @@ async def run(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.openai
 async def test_the_times_are_those_of_the_cost_model() -> None:
     result = await measure()
     off, warm, local = (result.row(1024, route) for route in ttft.ROUTES)
@@ -55,6 +56,7 @@ async def test_the_times_are_those_of_the_cost_model() -> None:
     assert all(row.as_meant for row in result.rows)
 
 
+@pytest.mark.openai
 async def test_repeats_have_a_median_and_a_spread() -> None:
     result = await measure(repeats=3, prompt_tokens=(256,))
     assert [(row.route, row.repeats) for row in result.rows] == [(route, 3) for route in ttft.ROUTES]
@@ -62,6 +64,7 @@ async def test_repeats_have_a_median_and_a_spread() -> None:
     assert len(result.samples) == 9
 
 
+@pytest.mark.openai
 async def test_wrong_kv_is_found_out() -> None:
     """D's handle names its blocks in another order, so what P reads is not the KV of the prompt."""
 
@@ -79,6 +82,7 @@ async def test_wrong_kv_is_found_out() -> None:
     assert table.to_dict(result)["answers_equal"] is False
 
 
+@pytest.mark.openai
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 async def test_a_published_setup_meets_its_first_published_figure(setup: Setup) -> None:
     shortest = setup.published[0]
@@ -86,6 +90,7 @@ async def test_a_published_setup_meets_its_first_published_figure(setup: Setup) 
     assert result.row(shortest.prompt_tokens, "off").ttft_ms == pytest.approx(shortest.ttft_ms, rel=0.01)
 
 
+@pytest.mark.openai
 async def test_the_command_writes_a_table_rows_and_plots(tmp_path: Path) -> None:
     file, out = tmp_path / "rows.json", tmp_path / "plots"
     lengths = ["--prompt-tokens", "512,1024", "--new-tokens", "128"]
@@ -106,6 +111,7 @@ async def test_the_command_writes_a_table_rows_and_plots(tmp_path: Path) -> None
         assert "cost model" in (out / f"{name}.svg").read_text()
 
 
+@pytest.mark.openai
 async def test_equal_results_are_equal_files(tmp_path: Path) -> None:
     result = await measure(prompt_tokens=(512,))
     first = [path.read_bytes() for path in plots.save(result, tmp_path)]

@@ -23,6 +23,7 @@ async def run(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.alone
 async def test_every_variant_is_measured_in_every_case(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     options = ("--body-bytes", "3000", "--concurrency", "1,2", "--turns", "3", "--json", str(file))

@@ -37,6 +37,7 @@ async def run(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.alone
 async def test_both_routers_and_the_calls_by_hand_are_measured_in_every_case(tmp_path: Path) -> None:
     stand_in, file = made(tmp_path / "vllm-router"), tmp_path / "rows.json"
     cases = ("--body-bytes", "3000", "--concurrency", "1,2", "--turns", "8", "--json", str(file))

@@ -18,6 +18,8 @@ import pytest
 from backhaul_loopback import LoopbackPair, loopback_pair
 from served import freed
 
+pytestmark = pytest.mark.openai
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "conversations.md"
 GUARD = ROOT / "examples" / "budget_guard.py"

@@ -54,6 +54,7 @@ def screen() -> tuple[Screen, io.StringIO]:
     return Screen(Console(file=shown, highlight=False)), shown
 
 
+@pytest.mark.alone
 async def test_the_demo_shows_every_route_and_identical_answers_within_half_a_minute(tmp_path: Path) -> None:
     began = time.monotonic()
     process = await start("--json", str(tmp_path / "demo.json"))
@@ -74,6 +75,7 @@ async def test_the_demo_shows_every_route_and_identical_answers_within_half_a_mi
     assert written["turns"][-1]["prompt"] > 5000
 
 
+@pytest.mark.openai
 async def test_without_a_terminal_it_prints_a_plain_table() -> None:
     async with quick_cluster() as (_, cluster):
         to, shown = screen()

@@ -254,6 +254,7 @@ async def test_render_is_forbidden_without_scale_out() -> None:
                 assert (answer.status, answer.error["type"]) == (403, "PermissionDeniedError")
 
 
+@pytest.mark.openai
 async def test_openais_client_reads_answers_and_streams(engine: LoopbackEngine) -> None:
     async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="-") as client:
         whole = await client.chat.completions.create(model=engine.model, messages=USER)  # type: ignore[arg-type]

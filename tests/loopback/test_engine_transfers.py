@@ -102,7 +102,7 @@ async def test_request_waits_for_blocks_that_leases_hold_and_keeps_p_s_lease_ali
         handle = (await engines.prefill(FIRST, cache_salt="other")).handle
         waiting = asyncio.create_task(engines.decode(FIRST, handle, cache_salt="other"))
         await until(lambda: engines.d.core.metrics.num_requests_waiting == 1)
-        lease, request_id = engines.p.core.leases, handle["remote_request_id"]
+        lease, request_id = engines.p.core.pins, handle["remote_request_id"]
         for _ in range(19):
             await engines.clock.advance(5)
             await until(lambda: lease.remaining(request_id, engines.clock.now()) >= 20)

@@ -374,6 +374,7 @@ async def under_load() -> AsyncIterator[tuple[list[Process], Load]]:
             await asyncio.gather(*agents, return_exceptions=True)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 async def test_engines_that_are_killed_and_restarted_under_load_cost_nothing_but_the_streams_that_had_begun() -> None:
     async with under_load() as (engines, load):

@@ -94,7 +94,7 @@ async def test_a_one_shot_call_of_a_stock_engine_is_released_after_that_time() -
         assert report.handle_remaining_s == ONE_SHOT_S
         seconds = ONE_SHOT_S
         await ask(cluster, [system("Another. " + STORY), user("Hello")])
-        await cluster.until(lambda: len(cluster.d.core.leases) == 1)
+        await cluster.until(lambda: len(cluster.d.core.pins) == 1)
         assert len(cluster.router.ledger) == 1
 
 

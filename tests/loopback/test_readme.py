@@ -170,6 +170,7 @@ def told_to(program: str, **urls: str) -> str:
     return program
 
 
+@pytest.mark.openai
 @pytest.mark.parametrize("block", [b for b in blocks("python") if b.page.name not in RUN_ELSEWHERE], ids=str)
 async def test_programs_run_as_they_stand(block: Snippet) -> None:
     """But for the engines' ports."""
@@ -202,6 +203,7 @@ def test_the_servers_page_has_the_same_client() -> None:
     assert f"client = {remote_client()}\n" in (ROOT / "docs" / "server.md").read_text()
 
 
+@pytest.mark.openai
 async def test_the_quick_start_takes_a_routers_url_in_the_place_of_engines() -> None:
     program, replaced = re.subn(r"AsyncOpenAI\(prefill=.*\)$", remote_client(), first_program(), flags=re.MULTILINE)
     assert replaced == 1
@@ -211,6 +213,7 @@ async def test_the_quick_start_takes_a_routers_url_in_the_place_of_engines() -> 
     check_quick_start(out)
 
 
+@pytest.mark.openai
 async def test_the_quick_start_from_its_first_command_on(tmp_path: Path) -> None:
     """The engines are loopback engines under a stand-in for the Python that has vLLM, on the ports that were free."""
     [command] = {

@@ -28,7 +28,7 @@ from backhaul_router.wire.exact_history import AnswerContent, TokenHistory
 from core_values import D1, D2, branch, config, held, leased
 from redis_servers import RedisServer, needs_redis, redis_server
 
-pytestmark = needs_redis
+pytestmark = [needs_redis, pytest.mark.alone]
 
 KEY = Key("", "m", "", "c")
 Open = Callable[..., RedisLedger]

@@ -111,7 +111,7 @@ async def test_a_handle_is_gone_from_decode_once_it_was_read() -> None:
         pinned = cluster.d.pinned_blocks
         await cluster.exact({"messages": messages})
         assert 0 < pinned <= cluster.d.pinned_blocks
-        assert len(cluster.d.core.leases) == 1
+        assert len(cluster.d.core.pins) == 1
         assert cluster.p.pinned_blocks == 0
 
 
@@ -243,16 +243,16 @@ async def test_what_a_cold_turn_supersedes_is_released_at_once() -> None:
     async with run_cluster() as cluster:
         messages = await first_turn(cluster)
         await cluster.exact({"messages": messages}, route=Route.COLD)
-        await cluster.until(lambda: len(cluster.d.core.leases) == 1)
+        await cluster.until(lambda: len(cluster.d.core.pins) == 1)
 
 
 async def test_a_conversation_that_ends_leaves_nothing() -> None:
     async with run_cluster() as cluster:
         await first_turn(cluster)
         await first_turn(cluster, conversation="other")
-        assert len(cluster.d.core.leases) == 2
+        assert len(cluster.d.core.pins) == 2
         await cluster.router.end_conversation("c")
-        await cluster.until(lambda: len(cluster.d.core.leases) == 1)
+        await cluster.until(lambda: len(cluster.d.core.pins) == 1)
         await cluster.router.end_conversation("never heard of")
         assert (await cluster.exact({"messages": opening()})).reused.reason is Reason.FIRST_TURN
 

@@ -15,6 +15,8 @@ from backhaul_loopback import LoopbackPair, loopback_pair
 from served import freed, serving
 from test_sdk_remote import comparable
 
+pytestmark = pytest.mark.openai
+
 AGENT = Path(__file__).parents[2] / "examples" / "agent.py"
 
 

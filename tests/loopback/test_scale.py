@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from backhaul_loopback import CostModel, LoopbackEngine, VirtualClock, kv
 from backhaul_loopback.bodies import ChatBody, convert
-from backhaul_loopback.leases import LeaseTable
+from backhaul_loopback.pins import Pins
 from backhaul_loopback.requests import chat_call
 from backhaul_loopback.template import tool_call_text
 from backhaul_loopback.tokenizer import EOS, decode
@@ -80,8 +80,8 @@ def text_of(raw: bytes, *, streamed: bool) -> str:
 # --- the engines' books -------------------------------------------------------------------------------------------------
 
 
-class Leases(LeaseTable):
-    """Remembers how each lease ended."""
+class CountedPins(Pins):
+    """Remembers how each pin ended."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ async def run_fleet() -> AsyncIterator[Fleet]:
 
         async def start(role: Any, **settings: Any) -> LoopbackEngine:
             engine = LoopbackEngine(role, clock=clock, costs=COSTS, **settings)
-            engine.core.leases = Leases(clock)
+            engine.core.pins = CountedPins(clock)
             return await stack.enter_async_context(engine)
 
         prefill = [await start("prefill", prefix_caching=cached) for cached in (False, True)]
@@ -272,7 +272,7 @@ def check_handles(by: list[LoopbackEngine], shown: Shown) -> None:
     """Every handle that the engines `by` gave was used or released by the router, and that once; and its blocks were freed
     once, because the engine was told or because the lease had ended before."""
     given, told, expired = (
-        sum((getattr(engine.core.leases, which) for engine in by), Counter()) for which in ("given", "told", "lapsed")
+        sum((getattr(engine.core.pins, which) for engine in by), Counter()) for which in ("given", "told", "lapsed")
     )
     assert set(given.values()) == {1}
     assert told + expired == given

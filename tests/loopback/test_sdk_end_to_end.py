@@ -17,6 +17,8 @@ from backhaul import ConfigError, Reason, Route
 from backhaul_loopback import CostModel, LoopbackEngine, LoopbackPair, loopback_pair
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.openai
+
 SYSTEM = {"role": "system", "content": "You are a patient agent that answers at length. " * 8}
 QUESTIONS = ["Who are you?", "What did I ask before this question?", "And what comes after it, in your opinion?"]
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

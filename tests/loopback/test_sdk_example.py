@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from backhaul_loopback import loopback_pair
 
+pytestmark = pytest.mark.openai
+
 AGENT = Path(__file__).parents[2] / "examples" / "agent.py"
 
 

@@ -17,6 +17,8 @@ from backhaul_loopback import CostModel, LoopbackPair, loopback_pair
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM
 
+pytestmark = pytest.mark.openai
+
 CHAT = "/v1/chat/completions"
 HISTORY: list[Any] = [SYSTEM, {"role": "user", "content": "Count."}]
 PARAMETERS: dict[str, Any] = {"seed": 7, "presence_penalty": 0.5, "logit_bias": {"9": 1}, "user": "u", "top_p": 0.9}

@@ -29,6 +29,8 @@ from hypothesis import strategies as st
 from served import freed, in_thread
 from test_sdk_end_to_end import SYSTEM, talk, talk_sync
 
+pytestmark = pytest.mark.openai
+
 TIMES = {
     "estimates",
     "render_ms",

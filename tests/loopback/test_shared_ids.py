@@ -81,5 +81,5 @@ async def test_an_id_of_the_callers_counts_from_the_first_request_on_and_for_par
 async def test_so_many_histories_of_an_id_are_kept_and_no_more() -> None:
     async with run_cluster(max_branches=2) as cluster:
         await take_turns(cluster, [agent(number, f"You are {number}. ") for number in range(5)], 2)
-        await cluster.until(lambda: len(cluster.d.core.leases) == 2)
+        await cluster.until(lambda: len(cluster.d.core.pins) == 2)
         assert len(cluster.router.ledger.handles()) == 2

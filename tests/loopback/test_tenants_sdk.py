@@ -15,6 +15,8 @@ from backhaul_router.report import Route
 from backhaul_router.serve.tenants import Tenants
 from served import freed, in_thread
 
+pytestmark = pytest.mark.openai
+
 ALICE, BOB = "alice-0123456789", "bob-0123456789abc"
 TENANTS = Tenants.from_mapping({"alice": [ALICE], "bob": [BOB]})
 STORY = "The cache keeps the keys and values of every token that the engine ran, block by block. " * 8

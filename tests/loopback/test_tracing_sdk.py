@@ -15,6 +15,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+pytestmark = pytest.mark.openai
+
 HISTORY: list[Any] = [{"role": "user", "content": "Count."}]
 
 

@@ -13,7 +13,7 @@ HERE = "backhaul_connector.lease_table"
 
 
 def test_a_need_that_is_met_is_not_missing() -> None:
-    assert Need(HERE, "LeaseTable", "claim", ("blocks", "last_hash")).missing() is None
+    assert Need(HERE, "LeaseTable", "renew", ("ids", "ttl_s")).missing() is None
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_a_need_that_is_met_is_not_missing() -> None:
         (Need("no.such.module", "X", "y"), "no.such.module.X"),
         (Need(HERE, "Nothing", "y"), "backhaul_connector.lease_table.Nothing"),
         (Need(HERE, "LeaseTable", "steal"), "LeaseTable.steal"),
-        (Need(HERE, "LeaseTable", "claim", ("blocks", "colour")), "LeaseTable.claim(colour)"),
+        (Need(HERE, "LeaseTable", "renew", ("ids", "colour")), "LeaseTable.renew(colour)"),
         (Need(HERE, "LeaseTable", "_colour", attribute=True), "LeaseTable._colour"),
         (Need(HERE, "", "steal"), f"{HERE}.steal"),
         (Need("no.such.module", "", "steal"), "no.such.module"),

@@ -39,6 +39,7 @@ def cost_and_limit() -> tuple[float, float]:
     return max(costs.publish_ms, costs.locate_ms), LIMIT_MS * slower
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_prompt_of_128k_tokens_costs_a_scheduler_less_than_two_milliseconds() -> None:
     """The fastest of many, and again where the machine was busy all the time."""

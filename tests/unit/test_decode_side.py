@@ -8,6 +8,7 @@ import pytest
 from backhaul_connector import locators
 from backhaul_connector.decode_side import DecodeSide
 from backhaul_connector.lease_table import Grant, LeaseTable
+from backhaul_protocol.lease_channel import Claim
 from legs import BLOCK, Request, handle, hashes, shape
 
 STOCK = {"remote_block_ids": [[9, 8, 7, 6, 5]], "remote_num_tokens": 80, "remote_engine_id": "D"}
@@ -46,15 +47,7 @@ def test_whole_blocks_of_what_was_run_are_kept_and_published(leases: LeaseTable)
     assert (ours["version"], ours["block_size"], ours["epoch"]) == (1, BLOCK, leases.epoch)
     assert ours["lease"] == {"port": 4000, "ttl_s": 60.0, "shared": True}
     assert leases.count() == (1, 8)
-    answer = leases.claim(
-        "r",
-        engine_id="D",
-        epoch=leases.epoch,
-        blocks=2,
-        last_hash=hashes("ab", 32)[1],
-        claim="c",
-        hold_s=9.0,
-    )
+    answer = leases.claim(Claim(1, "r", "D", leases.epoch, 2, hashes("ab", 32)[1], hold_s=9.0, claim="c"))
     assert answer == Grant([[1, 2]], 32)
 
 

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from backhaul_protocol.account import Account
 from backhaul_router import wire
 from backhaul_router.errors import Leg
 from backhaul_router.report import Reason, Route
 from backhaul_router.serve.asgi import _Out
 from backhaul_router.turn.effects import NoteResponse, Respond
 from backhaul_router.wire import Endpoint, Facts, read_request
-from backhaul_router.wire.connector_object import Account
 from backhaul_router.wire.stream import StreamFilter
 from core_values import D1, D2, P1, encoded, facts, fleet, params
 from turn_drive import PROMPT, SSE, STREAM, Chunk, Drive, Opened, prefilled, rendered

@@ -642,6 +642,7 @@ async def test_a_tls_handshake_that_hangs_is_refused_after_the_connect_timeout()
     assert failure.message == f"{url}{PATH}: no connection within 0.1 s"
 
 
+@pytest.mark.alone
 async def test_a_blocked_event_loop_is_no_engine_that_does_not_answer():
     client = HttpClient(connect_timeout_s=0.1)
     async with engine(answering(OK)) as base:

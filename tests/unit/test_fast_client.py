@@ -29,6 +29,8 @@ from openai.types.chat import (
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, response_create_params
 from typing_extensions import TypedDict
 
+pytestmark = pytest.mark.openai
+
 try:
     import httpx2
 except ImportError:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from backhaul_connector import handles
+from backhaul_protocol import messages
+from backhaul_protocol.messages import Published, read_asked, read_published
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +36,8 @@ def test_a_handle_of_ours_is_read_with_its_offer() -> None:
     handle = handles.read_handle(HANDLE)
     assert handle is not None
     assert (handle.remote_port, handle.remote_block_ids, handle.tp_size) == (5600, [[5, 6, 7]], 1)
-    offer = handles.read_offer(HANDLE)
-    assert isinstance(offer, handles.Offer)
+    offer = read_published(HANDLE)
+    assert isinstance(offer, Published)
     assert (offer.lease.port, offer.lease.shared, offer.block_size) == (4000, True, 32)
 
 
@@ -84,12 +86,12 @@ def test_a_handle_with_a_wrong_field_is_no_handle(field: str, value: object) -> 
     ],
 )
 def test_an_offer_with_a_wrong_field_is_malformed(change: dict[str, Any]) -> None:
-    assert handles.read_offer({**HANDLE, "backhaul": {**HANDLE["backhaul"], **change}}) == "malformed"
+    assert read_published({**HANDLE, "backhaul": {**HANDLE["backhaul"], **change}}) == "malformed"
 
 
 @pytest.mark.parametrize("ours", [None, {}, {"version": 1}, "text", [1], {"version": 1, "proof": "tokens"}])
 def test_a_handle_without_digests_says_so(ours: object) -> None:
-    assert handles.read_offer({**HANDLE, "backhaul": ours}) == "no_digests"
+    assert read_published({**HANDLE, "backhaul": ours}) == "no_digests"
 
 
 JSON = st.recursive(
@@ -106,23 +108,23 @@ def test_nothing_that_a_client_can_write_raises(change: dict[str, Any]) -> None:
     handle = handles.read_handle(params)
     if handle is not None:
         handle.cut(32, 64)
-    handles.read_offer(params)
-    handles.has_token_proof(params)
+    read_published(params)
+    messages.has_token_proof(params)
     handles.has_handle(params)
-    handles.read_wishes(params)
+    read_asked(params)
     handles.strip(params)
     assert not handles.has_handle(params)
 
 
 @given(JSON)
 def test_no_value_of_our_key_raises(ours: object) -> None:
-    assert not isinstance(handles.read_offer({**HANDLE, "backhaul": ours}), handles.Offer)
-    handles.read_wishes({"backhaul": ours})
-    handles.has_token_proof({"backhaul": ours})
+    assert not isinstance(read_published({**HANDLE, "backhaul": ours}), Published)
+    read_asked({"backhaul": ours})
+    messages.has_token_proof({"backhaul": ours})
 
 
-def test_wishes_are_read_beside_what_p_said() -> None:
-    wishes = handles.read_wishes(
+def test_what_is_asked_is_read_beside_what_p_said() -> None:
+    asked = read_asked(
         {
             "backhaul": {
                 "version": 1,
@@ -136,15 +138,15 @@ def test_wishes_are_read_beside_what_p_said() -> None:
             }
         }
     )
-    assert wishes is not None
-    assert (wishes.retain_s, wishes.shared, wishes.release, wishes.prompt_tokens) == (120.0, True, ["x"], 7)
+    assert asked is not None
+    assert (asked.retain_s, asked.shared, asked.release, asked.prompt_tokens) == (120.0, True, ["x"], 7)
 
 
 def test_lease_operations_are_read() -> None:
-    wishes = handles.read_wishes({"backhaul": {"version": 1, "leases": {"renew": ["a"], "ttl_s": 5.0, "list": True}}})
-    assert wishes is not None
-    assert wishes.leases is not None
-    assert (wishes.leases.renew, wishes.leases.ttl_s, wishes.leases.listing, wishes.leases.flush) == (
+    asked = read_asked({"backhaul": {"version": 1, "leases": {"renew": ["a"], "ttl_s": 5.0, "list": True}}})
+    assert asked is not None
+    assert asked.leases is not None
+    assert (asked.leases.renew, asked.leases.ttl_s, asked.leases.list, asked.leases.flush) == (
         ["a"],
         5.0,
         True,
@@ -186,5 +188,5 @@ def test_a_handle_is_cut_only_where_its_lists_are_as_long_as_it_says(
 def test_half_a_surrogate_pair_is_malformed_like_anything_else(key: str) -> None:
     """JSON can spell one, and it cannot be encoded."""
     assert handles.read_handle({**HANDLE, key: "\ud800"}) is None
-    assert handles.read_wishes({"backhaul": {"version": "\ud800"}}) is None
-    assert handles.read_wishes({"backhaul": "\ud800"}) is None
+    assert read_asked({"backhaul": {"version": "\ud800"}}) is None
+    assert read_asked({"backhaul": "\ud800"}) is None

@@ -14,17 +14,11 @@ import msgspec
 import pytest
 from backhaul_connector import lease_channel
 from backhaul_connector.claims import WORKERS_PER_HOLDER, Claim, Claims, Target
-from backhaul_connector.lease_channel import (
-    LONGEST_FRAME,
-    Answer,
-    BrokenChannel,
-    Decline,
-    Done,
-    LeaseClient,
-    LeaseServer,
-)
-from backhaul_connector.lease_channel import Claim as ClaimMessage
+from backhaul_connector.lease_channel import BrokenChannel, LeaseClient, LeaseServer
 from backhaul_connector.lease_table import LeaseTable
+from backhaul_protocol.lease_channel import LONGEST_FRAME, Answer, Decline, Done
+from backhaul_protocol.lease_channel import Claim as ClaimMessage
+from backhaul_protocol.why import Why
 
 HOST = "127.0.0.1"
 HASH = b"h" * 32
@@ -102,9 +96,9 @@ def test_a_claim_is_answered_with_the_holders_blocks(
 ) -> None:
     answer = client.ask(HOST, server.port, message(table))
     assert answer == Answer(ok=True, block_ids=[[4, 5]], tokens=32, peer=PEER)
-    assert table.listed()[0]["holds"] == 1
+    assert table.listed()[0].holds == 1
     assert client.ask(HOST, server.port, Done("shared", "c1", read=True)) == Answer(ok=True)
-    assert table.listed()[0]["holds"] == 0
+    assert table.listed()[0].holds == 0
     assert client.ask(HOST, server.port, Decline("single")) == Answer(ok=True)
     assert table.sweep() == {"single"}
 
@@ -196,6 +190,24 @@ def test_closing_frees_whoever_waits(table: LeaseTable) -> None:
         thread.join()
 
 
+def test_a_reason_of_another_release_is_told_once_and_costs_a_read_each_time(
+    table: LeaseTable, claims: Claims, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Newer(LeaseServer):
+        def reply(self, message: object) -> Any:
+            return {"ok": False, "why": "a word of tomorrow"}
+
+    newer = Newer(HOST, 0, table, lambda: PEER)
+    try:
+        for _ in range(2):
+            assert settled(claims.claim(target(newer, table), 2, HASH)).why is Why.MALFORMED
+    finally:
+        newer.stop()
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "tomorrow" in line.getMessage()
+    assert str(newer.port) in line.getMessage()
+
+
 def test_a_claim_settles_in_the_background(server: LeaseServer, table: LeaseTable, claims: Claims) -> None:
     claim = claims.claim(target(server, table, "single"), 2, HASH)
     assert settled(claim).block_ids == [[4, 5]]
@@ -221,7 +233,7 @@ def test_a_claim_that_is_no_longer_wanted_is_given_back(
     claims.done(claim, read=False)
     answers.set()
     assert settled(claim).ok
-    eventually(lambda: table.listed()[0]["holds"] == 0)
+    eventually(lambda: table.listed()[0].holds == 0)
 
 
 def test_only_a_lease_kept_for_one_reader_is_declined(server: LeaseServer, table: LeaseTable, claims: Claims) -> None:
@@ -243,6 +255,7 @@ def test_a_host_that_is_none_is_a_refusal(table: LeaseTable, claims: Claims, hos
     assert settled(claims.claim(Target(host, 9, "shared", "D", table.epoch, shared=True), 2, HASH)).why == "unreachable"
 
 
+@pytest.mark.alone
 def test_many_claims_on_a_holder_that_says_nothing_are_over_soon(table: LeaseTable) -> None:
     claims = Claims(timeout_s=0.5, hold_s=HOLD_S)
     with socket.create_server((HOST, 0), backlog=100) as silent:

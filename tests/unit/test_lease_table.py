@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 from backhaul_connector.lease_table import Grant, LeaseTable
+from backhaul_protocol.lease_channel import Claim
+from backhaul_protocol.leases import LeaseRow
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -48,14 +50,16 @@ class Table:
 
     def claim(self, name: str, blocks: int = 4, claim: str = "c", **other: object) -> Grant | str:
         asked: dict[str, object] = {
-            "engine_id": "D",
+            "v": 1,
+            "lease": name,
+            "engine": "D",
             "epoch": self.table.epoch,
             "blocks": blocks,
-            "last_hash": hashes(name, blocks)[-1] if blocks > 0 else b"",
+            "hash": hashes(name, blocks)[-1] if blocks > 0 else b"",
             "claim": claim,
             "hold_s": 10.0,
         }
-        return self.table.claim(name, **{**asked, **other})  # type: ignore[arg-type]
+        return self.table.claim(Claim(**{**asked, **other}))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -71,11 +75,11 @@ def test_a_grant_names_the_holders_own_leading_blocks(on: Table) -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"engine_id": "D2"}, "other_engine"),
+        ({"engine": "D2"}, "other_engine"),
         ({"epoch": "before"}, "epoch"),
-        ({"last_hash": b"x" * 32}, "differs"),
-        ({"last_hash": hashes("a", 4)[2]}, "differs"),
-        ({"last_hash": b""}, "differs"),
+        ({"hash": b"x" * 32}, "differs"),
+        ({"hash": hashes("a", 4)[2]}, "differs"),
+        ({"hash": b""}, "differs"),
         ({"blocks": 5}, "malformed"),
         ({"blocks": 0}, "malformed"),
         ({"blocks": -1}, "malformed"),
@@ -86,7 +90,7 @@ def test_a_grant_names_the_holders_own_leading_blocks(on: Table) -> None:
 )
 def test_a_claim_that_is_not_exactly_right_is_refused(on: Table, wrong: dict[str, object], why: str) -> None:
     on.lease("a")
-    assert on.claim("a", **{"last_hash": hashes("a", 4)[3], **wrong}) == why  # type: ignore[arg-type]
+    assert on.claim("a", **{"hash": hashes("a", 4)[3], **wrong}) == why  # type: ignore[arg-type]
     assert on.table.totals().claims == {why: 1}
 
 
@@ -247,17 +251,9 @@ def test_a_list_says_what_each_lease_holds(on: Table) -> None:
     on.lease("a", ttl_s=60.0)
     on.claim("a")
     on.clock.now += 2.5
-    assert on.table.listed() == [
-        {
-            "id": "a",
-            "blocks": 4,
-            "tokens": 64,
-            "age_s": 2.5,
-            "remaining_s": 57.5,
-            "holds": 1,
-            "shared": True,
-        }
-    ]
+    assert on.table.listed() == (
+        LeaseRow(id="a", blocks=4, tokens=64, age_s=2.5, remaining_s=57.5, holds=1, shared=True),
+    )
 
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
@@ -275,7 +271,7 @@ class AnyUse(RuleBasedStateMachine):
         self.serial = 0
 
     def _live(self) -> list[str]:
-        return [str(lease["id"]) for lease in self.on.table.listed()]
+        return [lease.id for lease in self.on.table.listed()]
 
     @rule(blocks=st.integers(1, 20), ttl_s=st.floats(1, 50), shared=st.booleans())
     def add(self, blocks: int, ttl_s: float, shared: bool) -> None:

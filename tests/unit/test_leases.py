@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from backhaul_protocol.account import Account
 from backhaul_router.engines.audit import compare
 from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
 from backhaul_router.engines.leases import Leases, Renewal
@@ -15,7 +16,6 @@ from backhaul_router.errors import FailureKind, LeaseError
 from backhaul_router.fleet.engine import Holder
 from backhaul_router.fleet.fleet import Fleet
 from backhaul_router.turn.effects import EndLease
-from backhaul_router.wire.connector_object import Account
 from core_values import D1, D2, P1, P2, encoded, engine, held, leased
 
 Respond = Callable[[EngineCall], EngineAnswer]
@@ -110,7 +110,7 @@ async def test_a_data_parallel_rank_is_told_of_its_own() -> None:
     ]
 
 
-SAYS = {"version": 1, "lease": {"ttl_s": 480.0, "shared": True}}
+SAYS = {"version": 1, "lease": {"port": 4000, "ttl_s": 480.0, "shared": True}}
 
 
 async def test_what_a_turn_has_no_use_for_is_released_at_once_and_together() -> None:

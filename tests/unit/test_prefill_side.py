@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from backhaul_connector.claims import Claim, Claims, Target
-from backhaul_connector.lease_channel import Answer
 from backhaul_connector.prefill_side import Prefill, PrefillSide
+from backhaul_protocol.lease_channel import Answer
 from legs import BLOCK, Request, handle, hashes, shape
 
 READING = (4 * BLOCK, True)

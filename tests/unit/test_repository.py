@@ -20,13 +20,17 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = {init.parent.name: init.parent for init in ROOT.glob("*/backhaul*/__init__.py")}
 
 MAY_IMPORT = {
-    "backhaul_router": set(),
+    "backhaul_protocol": set(),
+    "backhaul_router": {"backhaul_protocol"},
     "backhaul": {"backhaul_router"},
     "backhaul_langchain": {"backhaul", "backhaul_router"},
-    "backhaul_connector": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
-    "backhaul_loopback": {"backhaul_router.wire", "backhaul_router.ledger.digests"},
+    "backhaul_connector": {"backhaul_protocol"},
+    "backhaul_loopback": {
+        "backhaul_protocol",
+        *(f"backhaul_connector.{pure}" for pure in ("claims", "handles", "lease_channel", "lease_table", "locators")),
+    },
 }
-"""Imports run one way: integrations, sdk, router. What runs inside vLLM needs only the wire's words."""
+"""Imports run one way: integrations, sdk, router, protocol. A loopback engine shares the pure parts of the connector."""
 
 TOOLS = ("backhaul_bench", "backhaul_cli", "backhaul_demo")
 """Commands that start whole clusters stand above the packages: they import from all, and no package imports them."""

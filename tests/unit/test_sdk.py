@@ -21,6 +21,8 @@ from backhaul_router.config import RouterConfig
 from fake_router import JSON, SSE, FakeReply, FakeRouter, event, never, stalling_after
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.openai
+
 ENGINES: dict[str, Any] = {"prefill": ["http://p:8100"], "decode": ["http://d:8200"]}
 OPENAI_3 = openai.__version__.startswith("3.")
 """openai 3 takes clients of httpx2 and of httpx, openai 2 those of httpx only."""

@@ -53,6 +53,7 @@ def test_an_event_comes_out_as_soon_as_it_is_complete() -> None:
     assert splitter.rest() == b""
 
 
+@pytest.mark.alone
 def test_a_large_event_in_small_pieces_takes_linear_time() -> None:
     event = b"data: " + b"x" * 2**20 + b"\n\n"
     splitter = EventSplitter()

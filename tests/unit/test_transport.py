@@ -252,6 +252,7 @@ async def test_cancelling_a_call_before_its_head_cancels_the_router(module: Modu
     assert cancelled.is_set()
 
 
+@pytest.mark.alone
 def test_two_hundred_chunks_cost_little_on_the_synchronous_path() -> None:
     """A call into the loop for each chunk would take some 40 ms; the pump takes about 1 ms."""
     router = FakeRouter(replying(*[event(b"{}")] * 200, headers=[SSE]))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from backhaul_protocol.why import Why
 from backhaul_router.errors import Leg
 from backhaul_router.fleet.engine import Holder
 from backhaul_router.fleet.fleet import Fleet
@@ -30,7 +33,7 @@ from backhaul_router.turn.effects import (
     Took,
 )
 from backhaul_router.turn.states import Taking
-from backhaul_router.wire.connector_object import _REASONS, VOID, reason_of
+from backhaul_router.wire.connector_object import VOID
 from core_values import D1, D2, ENGINE_ID, P1, P2, encoded, engine, facts, fleet, leased, params, says
 from turn_drive import (
     BODY,
@@ -53,6 +56,8 @@ from turn_drive import (
     sse,
     whole,
 )
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 ACCOUNT = {
     "prompt": 200,
@@ -237,15 +242,55 @@ def test_the_report_is_what_the_engines_say() -> None:
     assert (report.read_bytes, report.read_ms, report.claim_ms) == (4096, 3.5, 0.5)
 
 
-@pytest.mark.parametrize("why", [*_REASONS, "a word of tomorrow"])
+REASONS = {
+    "diverged": "diverged",
+    "differs": "diverged",
+    "below_threshold": "below_threshold",
+    "expired": "expired",
+    "released": "expired",
+    "evicted": "expired",
+    "unknown_lease": "expired",
+    "epoch": "engine_changed",
+    "other_engine": "engine_changed",
+    "no_digests": "no_proof",
+    "malformed": "no_proof",
+    "unsupported": "no_proof",
+    "unreachable": "read_failed",
+    "read_failed": "read_failed",
+    "hold_ended": "read_failed",
+    "bidirectional_off": "unsafe_pair",
+}
+"""What the report says, by what P says."""
+NOT_P_S_REASON = {"local_hit", "prompt_differs"}
+"""P had it all itself, which is reuse; D's word."""
+
+
+def test_every_word_of_the_protocol_has_its_reason_here() -> None:
+    assert REASONS.keys() | NOT_P_S_REASON == set(Why)
+
+
+def test_the_page_on_the_connector_lists_the_words_of_the_protocol() -> None:
+    page = (DOCS / "connector.md").read_text()
+    (table,) = re.findall(r"^\| `why` \|.*\n\|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    listed = [word for row in table.splitlines() for word in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(Why)
+
+
+@pytest.mark.parametrize("page", ["../README.md", "server.md"])
+def test_pages_list_the_reasons_of_the_report(page: str) -> None:
+    (listed,) = re.findall(r"(`first_turn`, `no_conversation`[^.|]*)", (DOCS / page).read_text())
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(Reason)
+
+
+@pytest.mark.parametrize("why", REASONS)
 def test_a_handle_that_was_not_read_makes_the_turn_cold_with_the_reason(why: str) -> None:
     turn = drive()
     turn.feed(accounted(pulled=0, local=0, verified=0, why=why), BODY, answer(), Ended())
     report = turn.report
-    assert (report.route, report.proof, report.reason) == (Route.COLD, None, reason_of(why))
+    assert (report.route, report.proof, report.reason) == (Route.COLD, None, REASONS[why])
     assert (report.offered, report.verified, report.pulled, report.retries) == (128, 0, 0, 0)
     headers = dict(turn.one(Respond).headers)
-    assert (headers["x-backhaul-route"], headers["x-backhaul-reason"]) == ("cold", str(reason_of(why)))
+    assert (headers["x-backhaul-route"], headers["x-backhaul-reason"]) == ("cold", REASONS[why])
 
 
 @pytest.mark.parametrize(
@@ -269,6 +314,57 @@ def test_a_first_turns_account_is_reported_as_well() -> None:
     turn.feed(accounted(offered=0, verified=0, pulled=0, local=64), BODY, answer(), Ended())
     report = turn.report
     assert (report.route, report.reason, report.local, report.cached) == (Route.COLD, Reason.FIRST_TURN, 64, 64)
+
+
+def test_a_word_of_another_release_is_told_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    on = ours()
+    for _ in range(2):
+        turn = drive(on=on)
+        turn.feed(accounted(pulled=0, local=0, verified=0, why="a word of tomorrow"), BODY, answer(), Ended())
+        assert (turn.report.status, turn.report.route, turn.report.reason) == (200, Route.COLD, Reason.READ_FAILED)
+    assert on.counters.proof_faults == 2
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert P1 in line.getMessage()
+    assert "a word of tomorrow" in line.getMessage()
+    p = on.get(P1)
+    assert p is not None
+    assert on.capabilities.verifies(p), "it does check handles"
+
+
+def test_a_word_of_another_release_does_not_undo_what_was_read() -> None:
+    turn = drive()
+    turn.feed(accounted(why="a word of tomorrow"), BODY, answer(account={"why": "and another"}), Ended())
+    assert (turn.report.route, turn.report.pulled) == (Route.WARM, 96)
+    assert turn.fleet.counters.proof_faults == 2
+
+
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
+def test_an_engine_that_cannot_read_what_it_was_sent_is_told_and_counted(
+    leg: Leg, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = drive()
+    read, refused = {"pulled": 0, "local": 0, "why": "malformed"}, {"received": 0, "why": "malformed"}
+    turn.feed(accounted(**(read if leg is Leg.PREFILL else {})), BODY)
+    turn.feed(answer(account=refused if leg is Leg.DECODE else {}), Ended())
+    assert turn.report.status == 200
+    assert turn.fleet.counters.proof_faults == 1
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (P1 if leg is Leg.PREFILL else D1) in line.getMessage()
+
+
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
+def test_an_object_of_another_shape_is_an_error_that_is_told_and_counted(
+    leg: Leg, caplog: pytest.LogCaptureFixture
+) -> None:
+    turn = drive()
+    if leg is Leg.PREFILL:
+        turn.feed(accounted(pulled="96"))
+    else:
+        turn.feed(accounted(), BODY, answer(digests=5), Ended())
+    assert turn.report.status == 502
+    assert turn.fleet.counters.proof_faults == 1
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (P1 if leg is Leg.PREFILL else D1) in line.getMessage()
 
 
 def test_accounts_add_up_in_the_fleet() -> None:
@@ -327,13 +423,13 @@ def test_an_answer_without_a_handle_leaves_the_shared_one_before_it() -> None:
     assert turn.report.handle_remaining_s is not None
 
 
-@pytest.mark.parametrize("why", sorted(why for why, reason in _REASONS.items() if reason in VOID))
+@pytest.mark.parametrize("why", sorted(why for why, reason in REASONS.items() if reason in VOID))
 def test_a_void_handle_is_dropped_whatever_the_turn_leaves(why: str) -> None:
     turn = drive()
     turn.feed(accounted(pulled=0, local=0, verified=0, why=why), BODY, whole(None), Ended())
-    assert turn.one(Lost).reason is reason_of(why)
+    assert turn.one(Lost).reason == REASONS[why]
     assert turn.one(Settle).taken.held is None
-    assert (turn.filed.held, turn.filed.missing) == (None, reason_of(why))
+    assert (turn.filed.held, turn.filed.missing) == (None, REASONS[why])
 
 
 def test_a_local_turns_own_handle_is_filed() -> None:

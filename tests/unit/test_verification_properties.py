@@ -11,6 +11,7 @@ from typing import Any
 from backhaul_connector import locators
 from backhaul_connector.handles import Handle
 from backhaul_connector.lease_table import Grant, LeaseTable
+from backhaul_protocol.lease_channel import Claim
 from backhaul_router import wire
 from backhaul_router.ledger import digests
 from backhaul_router.ledger.records import Held
@@ -196,15 +197,7 @@ def test_a_claim_is_granted_only_for_blocks_that_hold_the_prompts_own_tokens(
     table = LeaseTable("D", 10_000)
     lists = [data.draw(st.permutations(range(len(theirs)))) for _ in range(data.draw(st.integers(1, 3)))]
     table.add("lease", theirs, lists, lists[0], block_size=block, ttl_s=60.0, shared=True)
-    answer = table.claim(
-        "lease",
-        engine_id="D",
-        epoch=table.epoch,
-        blocks=asked,
-        last_hash=mine[asked - 1],
-        claim="c",
-        hold_s=1.0,
-    )
+    answer = table.claim(Claim(1, "lease", "D", table.epoch, asked, mine[asked - 1], hold_s=1.0, claim="c"))
     if ids[: asked * block] == ran[: asked * block]:
         assert answer == Grant([list(group[:asked]) for group in lists], asked * block)
     else:

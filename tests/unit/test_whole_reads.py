@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from backhaul_connector.account import DecodeAccount
 from backhaul_connector.decode_side import Decode, DecodeSide
-from backhaul_connector.handles import Handle, Wishes
+from backhaul_connector.handles import Handle
 from backhaul_connector.lease_table import Grant, LeaseTable
 from backhaul_connector.prefill_side import PrefillSide
 from backhaul_connector.shape import NULL_BLOCK, Shape
+from backhaul_protocol.account import DecodeAccount
+from backhaul_protocol.messages import Asked
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from legs import BLOCK, Request, handle, hashes, shape
@@ -38,8 +40,8 @@ def finished(leases: LeaseTable, prompt: str = "abcdef", generated: int = 20) ->
     d = DecodeSide(hybrid(), leases, ttl_s=480.0, port=4000, prompt_from_p=lambda tokens: tokens)
     request = Request(prompt, {}, generated=generated)
     request.block_hashes = hashes(prompt + "ghi", request.num_tokens)
-    wishes = Wishes(1, shared=True)
-    decode = Decode(DecodeAccount(request.num_prompt_tokens), wishes, retain=True)
+    asked = Asked(version=1, shared=True)
+    decode = Decode(DecodeAccount(request.num_prompt_tokens), asked, retain=True)
     tokens = d.kept_tokens(request, decode)
     assert tokens is not None
     assert tokens == request.num_tokens - 1
@@ -94,16 +96,7 @@ def test_a_prompt_that_goes_on_is_read_to_the_last_token(leases: LeaseTable, cha
     prefill = p.admit(prompt, prompt.kv_transfer_params)
     assert p.match(prompt, prefill, 0) == ASK_AGAIN
     message = channel.made[0].message
-    granted = leases.claim(
-        "r",
-        engine_id="D",
-        epoch=leases.epoch,
-        blocks=message.blocks,
-        last_hash=message.hash,
-        tail=message.tail,
-        claim="c",
-        hold_s=9.0,
-    )
+    granted = leases.claim(msgspec.structs.replace(message, epoch=leases.epoch, lease="r", engine="D"))
     assert granted == Grant(made["remote_block_ids"], tokens)
     channel.grant(block_ids=granted.block_ids, tokens=granted.tokens)
     assert p.match(prompt, prefill, 0) == (tokens, True)
@@ -138,10 +131,9 @@ def test_a_prompt_that_does_not_go_on_exactly_there_is_not_read(
         assert (found, prefill.account.why) == (NOTHING, "diverged")
         return
     message = channel.made[0].message
-    asked: dict[str, Any] = {"engine_id": "D", "epoch": leases.epoch, "claim": "c", "hold_s": 9.0}
-    asked |= {"blocks": message.blocks, "last_hash": message.hash}
-    assert leases.claim("r", **asked, tail=message.tail) == "differs"
-    assert leases.claim("r", **asked) == "differs", "not even without a tail"
+    asked = msgspec.structs.replace(message, epoch=leases.epoch, lease="r", engine="D")
+    assert leases.claim(asked) == "differs"
+    assert leases.claim(msgspec.structs.replace(asked, tail=None)) == "differs", "not even without a tail"
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": None}, {"tokens": 5}, {"tokens": 10_000}])
@@ -165,7 +157,7 @@ def test_nothing_is_kept_where_a_block_of_the_window_was_freed(leases: LeaseTabl
     d = DecodeSide(hybrid(), leases, ttl_s=480.0, port=4000, prompt_from_p=lambda tokens: tokens)
     request = Request("abcdef", {})
     out = handle("abcdef", remote_num_tokens=100, remote_block_ids=[list(range(1, 8)), [NULL_BLOCK, NULL_BLOCK, 107]])
-    made = d.keep(request, Decode(DecodeAccount(101), Wishes(1), retain=True), 100, out["remote_block_ids"], out)
+    made = d.keep(request, Decode(DecodeAccount(101), Asked(version=1), retain=True), 100, out["remote_block_ids"], out)
     assert (made.keys(), made["backhaul"].keys()) == ({"backhaul"}, {"version", "account"})
     assert leases.sweep() == {"r"}
 

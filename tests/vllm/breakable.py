@@ -67,16 +67,6 @@ class Settings:
         }.values():
             await asyncio.to_thread(engines_of.running.wait_healthy)
 
-    def undo(self) -> None:
-        """Every engine runs again as its set has it."""
-        changed = [e for e, (_, original) in self._original.items() if e.command.argv != original.argv or not e.running]
-        for engine in changed:
-            engine.stop()
-            engine.command = self._original[engine][1]
-            engine.start()
-        for engine in changed:
-            self._original[engine][0].running.wait_healthy()
-
 
 class Catching(HttpClient):
     """The router's HTTP client. The next request to an engine can be changed, or something done, just before it is sent."""

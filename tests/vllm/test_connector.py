@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from backhaul_connector.lease_channel import Answer, Claim, Done, LeaseServer, Message
+from backhaul_connector.lease_channel import LeaseServer
 from backhaul_connector.lease_table import LeaseTable
+from backhaul_protocol.lease_channel import Answer, Claim, Done, Message
 from by_hand import (
     BLOCK,
     BYTES_PER_TOKEN,

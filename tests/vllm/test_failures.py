@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,22 +35,25 @@ from breakable import (
     waits_for_blocks,
 )
 from by_hand import fresh, lease_ops, turn
-from real_engines import EngineSet, metrics, wait_for_baseline
+from real_engines import EngineSet, EngineSets, metrics, wait_for_baseline
 
 KINDS = ("ours", "stock")
 STOCK_TTL_S = 16.0
 HOLD_S = 4.0
+SHORT = {"ours_p": {"hold_s": HOLD_S}, "stock_d": {"decoder_kv_blocks_ttl": STOCK_TTL_S}}
+"""Our pair with short holds, and vLLM's with a short TTL."""
 WORKER = "VLLM::Worker"
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
-    found = Settings()
-    yield found
-    found.undo()
+def settings(engine_sets: EngineSets) -> Iterator[Settings]:
+    yield Settings()
+    engine_sets.make_room()
 
 
-async def _as_wanted(settings: Settings, pairs: dict[str, Site], **wanted: dict[str, Any]) -> dict[str, Site]:
+async def _as_wanted(
+    settings: Settings, pairs: dict[str, Site], wanted: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Site]:
     """The pairs with these settings, by `<kind>_<role>`."""
     restart = []
     for name, pair in pairs.items():
@@ -71,8 +74,7 @@ def pairs(mixed_engines: tuple[EngineSet, EngineSet], settings: Settings) -> dic
 
 @pytest.fixture
 async def both(pairs: dict[str, Site], settings: Settings) -> dict[str, Site]:
-    """Our pair with short holds, and vLLM's with a short TTL."""
-    return await _as_wanted(settings, pairs, ours_p={"hold_s": HOLD_S}, stock_d={"decoder_kv_blocks_ttl": STOCK_TTL_S})
+    return await _as_wanted(settings, pairs, SHORT)
 
 
 @pytest.fixture(params=KINDS)
@@ -333,13 +335,17 @@ async def test_a_p_that_dies_in_mid_read_and_in_mid_prefill_is_told_and_d_lets_g
 
 # --- few blocks, and no bi-directional mode -------------------------------------------------------------------------------
 
-FEW_BLOCKS = ("--num-gpu-blocks-override", "300")
+FEW = {
+    **SHORT,
+    "ours_d": {"args": ("--num-gpu-blocks-override", "300")},
+    "stock_p": {"bidirectional_kv_xfer": False},
+}
+"""Our D with 300 blocks besides; vLLM's P without bi-directional mode."""
 
 
 @pytest.fixture
 async def few(pairs: dict[str, Site], settings: Settings) -> AsyncIterator[dict[str, Site]]:
-    """Our D with 300 blocks; vLLM's P without bi-directional mode."""
-    yield await _as_wanted(settings, pairs, ours_d={"args": FEW_BLOCKS}, stock_p={"bidirectional_kv_xfer": False})
+    yield await _as_wanted(settings, pairs, FEW)
     await pairs["ours"].at_rest()
 
 
@@ -414,7 +420,7 @@ async def test_the_router_goes_round_a_stock_p_without_bidirectional_mode(
 async def test_our_p_without_bidirectional_mode_says_so(
     pairs: dict[str, Site], settings: Settings, tmp_path: Path
 ) -> None:
-    site = (await _as_wanted(settings, pairs, ours_p={"bidirectional_kv_xfer": False}))["ours"]
+    site = (await _as_wanted(settings, pairs, {**FEW, "ours_p": {"bidirectional_kv_xfer": False}}))["ours"]
     status, found = await doctor(site, tmp_path)
     assert (status, found["pairs"][0]["verdict"], found["pairs"][0]["detail"]) == (1, "not_read", "bidirectional_off")
     async with site.router() as talk:

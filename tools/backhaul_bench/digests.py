@@ -19,6 +19,7 @@ from backhaul_connector.decode_side import DecodeSide
 from backhaul_connector.lease_table import Grant, LeaseTable
 from backhaul_connector.prefill_side import PrefillSide
 from backhaul_connector.shape import Shape
+from backhaul_protocol.lease_channel import Claim
 from backhaul_router.ledger import digests
 
 from .options import OptionsError, Written
@@ -116,8 +117,8 @@ def measure(options: Options) -> Costs:
 
     def claim() -> None:
         table.add("read", hashes, lists, ids, block_size=size, ttl_s=480.0, shared=True)
-        asked: dict[str, Any] = {"engine_id": "D", "epoch": table.epoch, "claim": "c", "hold_s": 30.0}
-        assert isinstance(table.claim("read", blocks=blocks, last_hash=hashes[-1], **asked), Grant)
+        asked = Claim(1, "read", "D", table.epoch, blocks, hashes[-1], hold_s=30.0, claim="c")
+        assert isinstance(table.claim(asked), Grant)
         table.done("read", "c", read=True)
         table.release(["read"])
 

@@ -26,13 +26,13 @@ from typing import Protocol
 import aiohttp
 import msgspec
 from backhaul_cli.errors import CommandError
+from backhaul_protocol.leases import LeaseOperation
 from backhaul_router import wire
 from backhaul_router.config import RouterConfig
 from backhaul_router.drive.router import Request, Router
 from backhaul_router.engines.client import EngineAnswer, EngineCall, EngineFailure
 from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.report import Route
-from backhaul_router.wire.connector_object import LeaseOperation
 from backhaul_router.wire.stream import Listeners, StreamFilter
 
 from .programs import cpu_s, program, rss_mb

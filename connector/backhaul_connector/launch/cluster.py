@@ -1,4 +1,4 @@
-"""`backhaul up`: prefill and decode engines on this machine, with the right flags, for as long as the command runs.
+"""Facade of the launcher: prefill and decode engines on this machine, with the right flags, while `backhaul up` runs.
 
 For Python code the same is `with Engines(EnginesConfig(model="tiny")) as engines:`, and `engines.prefill[0].url`.
 """

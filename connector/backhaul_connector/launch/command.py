@@ -1,4 +1,4 @@
-"""The command lines of prefill and decode engines: what `backhaul up` runs, and what `--dry-run` prints."""
+"""Command builder: the command lines of prefill and decode engines: what `backhaul up` runs, and what `--dry-run` prints."""
 
 from __future__ import annotations
 

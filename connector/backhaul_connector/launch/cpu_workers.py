@@ -1,4 +1,4 @@
-"""Makes CPU engines share a machine's cores.
+"""CPU affinity reset, which makes CPU engines share a machine's cores.
 
 vLLM's NIXL connector pins every CPU worker to the last core of its NUMA node (0.32, nixl/base_worker.py), so that all
 engines of a machine would compute on the same core. That is undone from outside, once an engine is healthy.

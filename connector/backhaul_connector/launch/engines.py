@@ -1,4 +1,4 @@
-"""Running engines: started together, watched, and ended so that no process is left."""
+"""Process group of running engines: started together, watched, and ended so that no process is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines' Python has installed, asked without importing vLLM, which takes half a minute."""
+"""Environment probe: what the engines' Python has installed, asked without importing vLLM, which takes half a minute."""
 
 from __future__ import annotations
 

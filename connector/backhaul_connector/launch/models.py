@@ -1,4 +1,4 @@
-"""The two small models that `backhaul up` can build for itself: `tiny` and `smollm2`.
+"""Model builder: the two small models that `backhaul up` can build for itself: `tiny` and `smollm2`.
 
 This file has two halves. `ensure` runs wherever the launcher runs, and needs nothing. The builders need torch and
 transformers, so they run in the engines' Python: `python models.py NAME DIRECTORY` writes one model.

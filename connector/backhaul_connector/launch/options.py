@@ -1,4 +1,4 @@
-"""The options of `backhaul up`."""
+"""Command-line options of `backhaul up`."""
 
 from __future__ import annotations
 

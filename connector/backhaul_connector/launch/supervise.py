@@ -1,4 +1,4 @@
-"""Keeps one engine, and leaves no process behind whatever happens to the launcher.
+"""Process supervisor: keeps one engine, and leaves no process behind whatever happens to the launcher.
 
     python -I -S supervise.py LOG GRACE_S SCRATCH COMMAND...
 

@@ -1,1 +1,1 @@
-"""What is changed inside vLLM where a release lacks it: the plugin that vLLM loads, and the patches that it applies."""
+"""Monkey patches of vLLM where a release lacks something: the plugin that vLLM loads, and the patches that it applies."""

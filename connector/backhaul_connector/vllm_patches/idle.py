@@ -1,4 +1,4 @@
-"""Lets an engine rest, or end, that has nothing but leases.
+"""Patch of vLLM's busy loop, which lets an engine rest, or end, that has nothing but leases.
 
 A finished request whose blocks are kept counts as work for vLLM's engine core, which therefore steps about every
 millisecond for as long as there is a lease (0.32, v1/engine/core.py, `_process_engine_step`). Here it waits for its next

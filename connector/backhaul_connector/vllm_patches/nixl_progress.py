@@ -1,4 +1,4 @@
-"""Lets NIXL's progress thread sleep between polls, so that an idle engine on a CPU leaves its core to others.
+"""Patch of NIXL's polling: its progress thread sleeps between polls, so that an idle engine on a CPU leaves its core free.
 
 NIXL's Python API fixes the thread's delay at 0 (nixl 1.5, `nixl_agent.__init__`): it polls without pause, and an engine's
 worker, busy or not, takes a whole core. With a delay it waits on UCX's event descriptor, which wakes it when data comes.

@@ -1,4 +1,4 @@
-"""Changing a module when, and only in processes where, it is imported."""
+"""Import hook: changing a module when, and only in processes where, it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vLLM plugin that puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
+"""vLLM general plugin, which puts the handle into streams, which vLLM 0.32 forgets, and the generated token ids beside it.
 
 vLLM loads it in each of its processes through the entry point group `vllm.general_plugins`. Only an API server imports
 the three modules that are changed here, so nothing happens in an engine core or a worker.
@@ -31,12 +31,11 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY, VERSION
 
 from . import nixl_progress, worker_waits
 from .on_import import change_on_import
 
-VERSION = 1
-"""Of what is put under `kv_transfer_params.backhaul`."""
 KNOWN_VLLM = ((0, 32), (0, 33))
 
 logger = logging.getLogger("vllm.backhaul_connector")  # below "vllm", whose handlers show it in the engine's log
@@ -298,8 +297,8 @@ def set_handle(chunk: Any, answer: Answer) -> Any | None:
 
 
 def _with_ids(handle: dict[str, Any], answer: Answer) -> dict[str, Any]:
-    ours = {**(handle.get("backhaul") or {}), "version": VERSION, "token_ids": answer.token_ids}
-    return {**handle, "backhaul": ours}
+    ours = {**(handle.get(KEY) or {}), "version": VERSION, "token_ids": answer.token_ids}
+    return {**handle, KEY: ours}
 
 
 _complained = False

@@ -1,4 +1,4 @@
-"""Lets CPU workers sleep between steps, so that engines on one machine leave each other the cores.
+"""Patch of vLLM's spin wait: CPU workers sleep between steps, so that engines on one machine leave each other the cores.
 
 For a second after every message vLLM's worker polls its queue with `sched_yield` (0.32,
 device_communicators/shm_broadcast.py, `SpinCondition.wait`). That suits a GPU, whose host has cores to spare. An engine

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from backhaul_protocol.leases import LeaseAnswer, LeaseOperation, LeaseRow, read_lease_answer
 
 from .. import wire
 from ..errors import LeaseError
@@ -23,7 +24,6 @@ from ..fleet.engine import Engine, Holder, Role
 from ..fleet.fleet import Fleet
 from ..ledger.records import Held
 from ..turn.effects import EndLease, Release
-from ..wire.connector_object import LeaseAnswer, LeaseOperation, LeaseRow, read_lease_answer
 from .client import EngineCall, EngineClient, EngineFailure
 
 log = logging.getLogger("backhaul")
@@ -239,7 +239,7 @@ class Leases:
             decode=engine.url,
             count=sum(answer.count or 0 for answer in answers),
             blocks=sum(answer.blocks or 0 for answer in answers),
-            leases=tuple(lease for answer in answers for lease in answer.leases),
+            leases=tuple(lease for answer in answers for lease in answer.leases or ()),
         )
 
     def _ours(self) -> list[Engine]:

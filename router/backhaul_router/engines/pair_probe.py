@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from backhaul_protocol import KEY
+from backhaul_protocol.account import Account
+from backhaul_protocol.leases import LeaseOperation
+from backhaul_protocol.messages import Ask
 
 from .. import wire
 from ..errors import FailureKind
 from ..fleet.engine import Engine
 from ..fleet.restarts import is_fixed
-from ..wire import connector_object
-from ..wire.connector_object import Ask, LeaseOperation
+from ..wire.connector_object import asking, keeps_waiting
 from .client import EngineCall, EngineClient, EngineFailure
 
 _RELEASE_TIMEOUT_S = 5.0
@@ -112,7 +115,7 @@ class _Reply:
     """What an engine's answer says."""
 
     handle: wire.Handle | None
-    account: connector_object.Account | None
+    account: Account | None
     usage: wire.Usage | None
     generated: Sequence[int]
     no_handle: str = ""
@@ -196,7 +199,7 @@ class _Probe:
             hangs = ended.verdict is Verdict.HANGS
             raise _ProbeEnded(Verdict.HANGS if hangs else Verdict.READ_FAILS, ended.detail) from None
         shared = handle.lease is not None and handle.lease.shared
-        if not shared and not (reply.account is not None and connector_object.keeps_waiting(reply.account)):
+        if not shared and not (reply.account is not None and keeps_waiting(reply.account)):
             self.pinned.remove((self.decode, handle))  # read once, or declined: either way P has told D
         if reply.handle is not None:
             self.pinned.append((self.prefill, reply.handle))
@@ -211,7 +214,7 @@ class _Probe:
     @staticmethod
     def _pulled(reply: _Reply) -> tuple[int | None, str | None]:
         if reply.account is not None:
-            return reply.account.pulled, reply.account.why
+            return reply.account.pulled, reply.account.why or reply.account.unknown_why
         if reply.handle is not None and reply.handle.cached is not None:
             return reply.handle.cached, None
         return (reply.usage.cached if reply.usage else None), None
@@ -228,7 +231,7 @@ class _Probe:
             params |= {"do_remote_prefill": True, "do_remote_decode": False}
         if self.decode.connector is not None:
             ask = Ask(retain=retain, shared=self.prefill.connector is not None)
-            params[connector_object.KEY] = connector_object.asking(ask, handle.passed_on if handle else None)
+            params[KEY] = asking(ask, handle.passed_on if handle else None)
         body = {**self._body(self.decode, self.ids, salt, 2), "return_token_ids": True, wire.HANDLE: params}
         return await self._ask(self.decode, body, Verdict.DECODE_FAILS)
 

@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from backhaul_protocol.leases import LeaseOperation
+
 from ..errors import LeaseError
 from ..fleet.engine import Engine
 from ..fleet.fleet import Fleet
-from ..wire.connector_object import LeaseOperation
 from ..wire.engine_metrics import kv_usage_of, page_of
 from .client import EngineCall, EngineClient, EngineFailure
 from .leases import Leases

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..wire.connector_object import Account
+from backhaul_protocol.account import Account
+
 from ..wire.engine_metrics import AUDITED
 from .engine import Engine
 

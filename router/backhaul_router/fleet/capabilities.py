@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 
+from backhaul_protocol import VERSION
+
 from .counters import Counters
 from .engine import Engine
 
@@ -21,6 +23,7 @@ class Capabilities:
         """An engine ran other ids than it was sent: token ids prove nothing in this fleet."""
         self._undigested: frozenset[str] = frozenset()
         self._cannot_read: set[str] = set()
+        self._misunderstood: set[str] = set()
         self._lock = threading.Lock()
 
     def verifies(self, engine: Engine) -> bool:
@@ -47,6 +50,21 @@ class Capabilities:
         """From now on no turn is proven by token ids."""
         self.ignores_ids = True
         self._counters.add("proof_faults")
+
+    def note_misunderstood(self, engine: Engine, what: str) -> None:
+        """The engine's connector and this router do not understand each other. Told once of each engine."""
+        self._counters.add("proof_faults")
+        with self._lock:
+            first = engine.url not in self._misunderstood
+            self._misunderstood.add(engine.url)
+        if first:
+            log.error(
+                "%s speaks version %d of the connector's protocol, but not as this router does: %s. Run router and engines with "
+                "the same release of Backhaul.",
+                engine,
+                VERSION,
+                what,
+            )
 
     def note_computed_twice(self, decode: Engine) -> None:
         """The engine read nothing of what P had computed for it. Told once of each engine."""

@@ -36,7 +36,7 @@ class Counters:
     unreachable_pins: int = 0
     """Streamed turns whose handle the engine kept to itself: D pins their blocks until the TTL."""
     proof_faults: int = 0
-    """An engine ran other ids than those it was sent, or did not check a handle; nothing of such a turn is kept."""
+    """An engine ran other ids than those it was sent, did not check a handle, or said what the protocol has not."""
     prompts_computed_twice: int = 0
     """A decode engine of ours computed a prompt that P had computed, because it could not read P's blocks."""
     prompts_differed: int = 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from backhaul_protocol.account import Account
+from backhaul_protocol.why import Why
+
 from .. import wire
 from ..fleet.engine import Engine, Role
 from ..report import Reason, ReuseReport, Route
-from ..wire.connector_object import VOID, Account, reason_of
+from ..wire.connector_object import VOID, Misunderstood, reason_of
 from .effects import Record
 from .placement import Placement, first_engine, why_moved
 from .turn import Turn
@@ -98,6 +101,10 @@ def count_account(turn: Turn, engine: Engine, account: Account | None, given: wi
     if account is None:
         return
     fleet, draft, is_prefill = turn.fleet, turn.draft, engine.role is Role.PREFILL
+    if account.unknown_why is not None:
+        fleet.capabilities.note_misunderstood(engine, f"it says why={account.unknown_why!r}")
+    elif account.why is Why.MALFORMED:
+        fleet.capabilities.note_misunderstood(engine, "it cannot read what it was sent")
     if is_prefill:
         fleet.accounts.add(engine.url, account)
         draft.offered, draft.verified = account.offered or 0, account.verified
@@ -105,7 +112,7 @@ def count_account(turn: Turn, engine: Engine, account: Account | None, given: wi
         draft.read_ms, draft.claim_ms = account.read_ms, account.claim_ms
     else:
         draft.decode_cached = account.local
-        if account.why == "prompt_differs":
+        if account.why is Why.PROMPT_DIFFERS:
             fleet.counters.add("prompts_differed")
         elif given is not None and account.received == 0 and (account.computed or 0) >= (engine.block_size or 1):
             fleet.capabilities.note_computed_twice(engine)
@@ -115,17 +122,23 @@ def count_account(turn: Turn, engine: Engine, account: Account | None, given: wi
         turn.accounted = True
 
 
+def note_misread(turn: Turn, engine: Engine, error: Exception) -> None:
+    """What an engine sent cannot be read."""
+    if isinstance(error, Misunderstood):
+        turn.fleet.capabilities.note_misunderstood(engine, str(error))
+
+
 def as_it_ran(turn: Turn, placement: Placement, account: Account | None) -> Placement:
     """The placement by what P did with the handle: cold, with the reason, where it neither read nor had it all."""
     if placement.route is not Route.WARM:
         return placement
     if account is None:
         return placement if _may_have_read(turn) else placement.gone_cold(Reason.READ_FAILED)
-    if account.pulled or account.why in (None, "local_hit"):
+    if account.pulled or account.why is Why.LOCAL_HIT or (account.why is None and account.unknown_why is None):
         return placement
-    if account.why == "below_threshold" and account.verified and account.local:
+    if account.why is Why.BELOW_THRESHOLD and account.verified and account.local:
         return placement  # its own cache had all but a few tokens
-    reason = reason_of(account.why)
+    reason = reason_of(account)
     if reason in VOID:
         turn.void = reason
     return placement.gone_cold(reason)

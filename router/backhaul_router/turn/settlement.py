@@ -10,6 +10,7 @@ import math
 from typing import Final
 
 import msgspec
+from backhaul_protocol.messages import Ask
 
 from .. import wire
 from ..fleet.engine import Engine, Holder, Role
@@ -17,7 +18,6 @@ from ..identity.hints import longest_pause_s, why_not_kept
 from ..ledger import digests
 from ..ledger.records import Branch, Held
 from ..report import Reason, Route
-from ..wire.connector_object import Ask
 from ..wire.exact_history import TokenHistory
 from .effects import Actions, DropEngine, EndLease, GiveBack, Lost, NoteResponse, Release, Settle
 from .placement import Placement

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from typing import Final, assert_never
 
 import msgspec
+from backhaul_protocol.messages import Ask
 
 from .. import wire
 from ..errors import FailureKind, Leg
@@ -37,7 +38,7 @@ from ..fleet.engine import Engine, Holder, Role
 from ..ledger import digests
 from ..ledger.records import Held, Taken
 from ..report import Proof, Reason, Route
-from ..wire.connector_object import Ask, keeps_waiting
+from ..wire.connector_object import keeps_waiting
 from ..wire.exact_history import AnswerAccumulator, content_of_answer
 from ..wire.stream import StreamFilter
 from . import accounting, proof, retries, settlement
@@ -391,6 +392,7 @@ class Prefilling(msgspec.Struct, frozen=True):
         try:
             params, usage = wire.read_left(turn.facts.api, body)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
+            accounting.note_misread(turn, self.engine, error)
             message = f"{self.engine} sent an answer that cannot be read: {error}"
             return refuse(turn, self.placement, 502, message, Leg.PREFILL, now)
         handle = params.handle
@@ -638,6 +640,7 @@ class Collecting(msgspec.Struct, frozen=True):
             turn.said = content_of_answer(answer.members, wire.stop_tokens(turn.facts)) if turn.keeps_exact else None
             shown = wire.client_answer(turn.facts.api, answer.members, shows_ids=turn.facts.wants_token_ids)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
+            accounting.note_misread(turn, placement.decode, error)
             message = f"{placement.decode} sent an answer that cannot be read: {error}"
             return refuse(turn, placement, 502, message, Leg.DECODE, now)
         settled = settlement.settle(turn, placement, answer.params.handle, answer.generated, ran, now)
@@ -694,6 +697,7 @@ class Relaying(msgspec.Struct, frozen=True):
         try:
             passed = stream.feed(data)
         except (wire.MalformedBody, msgspec.DecodeError) as error:
+            accounting.note_misread(turn, placement.decode, error)
             message = f"{placement.decode} sent an event that cannot be read: {error}"
             return self._broke(FailureKind.BROKEN, message, now)
         if not stream.events:

@@ -10,10 +10,12 @@ import re
 from typing import Final
 
 import msgspec
+from backhaul_protocol import KEY
+from backhaul_protocol.account import Account
+from backhaul_protocol.leases import Lease
 from msgspec import Raw
 
 from . import connector_object
-from .connector_object import KEY, Account, Lease
 from .json_members import HANDLE, NULL, Members, decode_members, encode, interned, join, without
 
 _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from backhaul_protocol import KEY
+from backhaul_protocol.messages import Ask
 from msgspec import Raw
 
 from . import connector_object
-from .connector_object import Ask
 from .json_members import FALSE, HANDLE, ONE, TRUE, Members, decode_members, encode, join
 from .request import Facts
 
@@ -48,7 +49,7 @@ def decode_body(
         params["do_remote_decode"] = FALSE
     _put_ids(facts, members, params, token_ids)
     if ask is not None:
-        params[connector_object.KEY] = connector_object.asking(ask, passed_on)
+        params[KEY] = connector_object.asking(ask, passed_on)
     if params or ids_back:
         members[HANDLE] = Raw(join(params))
     return join(members)

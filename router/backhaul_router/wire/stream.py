@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import msgspec
+from backhaul_protocol.account import Account
 from msgspec import Raw
 
 from ..errors import error_event
-from .connector_object import Account
 from .exact_history import AnswerAccumulator, AnswerContent
 from .handle import Handle, quotes_handle, read_params
 from .json_members import FORBIDDEN, HANDLE, NULL, MalformedBody, Members, join, split, without_handles

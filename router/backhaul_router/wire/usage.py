@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+from backhaul_protocol import KEY
 from msgspec import Raw
 
-from .connector_object import KEY
 from .json_members import Members, decode_members, encode, put_last
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from backhaul_protocol.account import Account, DecodeAccount, PrefillAccount
+from backhaul_protocol.leases import LeaseOperation, read_lease_answer
+from backhaul_protocol.messages import Ask
 from backhaul_router.report import Reason
 from backhaul_router.wire import connector_object
-from backhaul_router.wire.connector_object import Ask, LeaseOperation, read_lease_answer, reason_of
+from backhaul_router.wire.connector_object import Misunderstood, reason_of
 from core_values import encoded, says
 
 
@@ -86,7 +89,7 @@ def test_an_answer_to_it_is_read() -> None:
     leases = {"released": ["b"], "renewed": {"a": 3.5}, "unknown": [], "count": 1, "blocks": 2, "leases": [row]}
     found = read_lease_answer(encoded({"kv_transfer_params": {"backhaul": {"version": 1, "leases": leases}}}))
     assert found is not None
-    assert (found.released, found.renewed, found.count, found.leases[0].holds) == (("b",), {"a": 3.5}, 1, 1)
+    assert (found.released, found.renewed, found.count, found.leases[0].holds) == (["b"], {"a": 3.5}, 1, 1)
 
 
 @pytest.mark.parametrize("body", [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {"remote_port": 1}}])
@@ -94,9 +97,21 @@ def test_an_engine_that_does_not_know_lease_operations_is_told_apart(body: dict[
     assert read_lease_answer(encoded(body)) is None
 
 
-def test_an_unknown_why_proves_nothing() -> None:
-    assert (reason_of("expired"), reason_of("new"), reason_of(None)) == (
-        Reason.EXPIRED,
-        Reason.NO_PROOF,
-        Reason.NO_PROOF,
-    )
+def test_a_word_of_another_release_is_kept_apart_and_the_rest_of_the_account_is_read() -> None:
+    account = connector_object.read(
+        encoded(says(account={"prompt": 3, "local": 2, "why": "a word of tomorrow"}))
+    ).account
+    assert account == Account(prompt=3, local=2, unknown_why="a word of tomorrow")
+    assert reason_of(account) is Reason.READ_FAILED
+
+
+@pytest.mark.parametrize("wrong", [{"why": 5}, {"why": ["expired"]}, {"why": "new", "pulled": "x"}, {"prompt": "3"}])
+def test_an_account_of_another_shape_is_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Misunderstood):
+        connector_object.read(encoded(says(account=wrong)))
+
+
+@pytest.mark.parametrize("account", [PrefillAccount(7, 6, 5, 4, 3, 2, 1.5, 0.5).to_dict(), DecodeAccount(7).to_dict(1)])
+def test_the_router_reads_all_that_an_engine_writes_of_itself(account: dict[str, Any]) -> None:
+    read = connector_object.read(encoded(says(account=account))).account
+    assert {name: getattr(read, name) for name in account} == account
