@@ -1,6 +1,7 @@
-"""HTTP/1.1 connection to an engine, the response stream of one exchange on it (chunks as they come, with backpressure, and a limit
-on silence), and the keep-alive pool of an event loop. `http_client` makes and uses them. One module, although it is long: each
-knows when the other may be used again.
+"""HTTP/1.1 connection to an engine, the response stream of one exchange on it, and the keep-alive pool of an event loop.
+
+`http_client` makes and uses them. Streams are chunks as they come, with backpressure and a limit on silence. One module, although
+it is long: each knows when the other may be used again.
 """
 
 from __future__ import annotations
