@@ -17,9 +17,7 @@ from uuid import uuid4
 
 import httpx2
 from backhaul_cli.options import Count
-from backhaul_connector.launch import cluster
-from backhaul_connector.launch.interpreter import find
-from backhaul_connector.launch.models import BUILT_IN
+from backhaul_connector.launch.cluster import Connector, Engines
 from backhaul_loopback import LoopbackEngine
 from backhaul_loopback.config import Role
 from backhaul_router.config import RouterConfig
@@ -110,20 +108,8 @@ class Tally:
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file."""
-        kept = (
-            "title",
-            "proof",
-            "seed",
-            "conversations",
-            "turns",
-            "offered",
-            "pulled",
-            "near_ties",
-            "wrong",
-            "examples",
-        )
         routes = [{"route": r, "reason": why or None, "turns": n} for (r, why), n in sorted(self.routes.items())]
-        return {**{name: getattr(self, name) for name in kept}, "wall_s": round(self.wall_s, 1), "routes": routes}
+        return {**vars(self), "wall_s": round(self.wall_s, 1), "routes": routes}
 
 
 async def measure(site: Site, *, conversations: int, seed: int = 0) -> Tally:
@@ -279,18 +265,9 @@ async def loopback(proof: Proof) -> AsyncIterator[Site]:
 @contextlib.contextmanager
 def vllm(proof: Proof, model: str, python: str | None) -> Iterator[Site]:
     """One P and one D of vLLM, which takes a minute or two; in float32 on CPUs. Raises `LaunchError`."""
-    from backhaul_connector.launch.command import Connector
-
-    found = find(python)
-    on_cpu = found.device is cluster.Device.CPU
-    config = cluster.EnginesConfig(
-        model=model,
-        python=found.path,
-        device=found.device,
-        dtype="float32" if on_cpu and model in BUILT_IN else None,
-        connector=Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK,
-    )
-    with _development_mode(), cluster.Engines(config, report=clusters.say) as engines:
+    connector = Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK
+    found, config = clusters.on_vllm(model, python, connector=connector)
+    with _development_mode(), Engines(config, report=clusters.say) as engines:
         yield Site(
             prefill=(engines.prefill[0].url,),
             decode=(engines.decode[0].url,),

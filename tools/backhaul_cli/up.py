@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from backhaul_connector.launch import cluster
@@ -59,21 +59,11 @@ class Options:
 
     def engines(self) -> EnginesConfig:
         """Raises `LaunchError`."""
-        return EnginesConfig(
-            model=self.model,
-            prefill_engines=self.prefill_engines,
-            decode_engines=self.decode_engines,
-            python=self.python,
-            device=None if self.device == "auto" else Device(self.device),
-            connector=self.connector,
-            connector_options=tuple(self.connector_option or ()),
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            prefill_prefix_caching=not self.no_prefix_caching_on_prefill,
-            decoder_kv_blocks_ttl=self.decoder_kv_blocks_ttl,
-            kv_recompute_threshold=self.kv_recompute_threshold,
-            vllm_args=self.vllm_args,
-        )
+        words = {field.name: getattr(self, field.name) for field in fields(EnginesConfig) if field.name in vars(self)}
+        words["device"] = None if self.device == "auto" else Device(self.device)
+        words["connector_options"] = tuple(self.connector_option or ())
+        words["prefill_prefix_caching"] = not self.no_prefix_caching_on_prefill
+        return EnginesConfig(**words)
 
 
 def main(options: Options) -> int:
