@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from unittest import mock
 from uuid import uuid4
 
 import httpx2
@@ -146,13 +147,10 @@ class _Run:
         before = await self._pulled()
         numbers = iter(range(conversations))
         with answers.first_of_group():
-            await self._side_by_side(numbers, seed)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.site.at_once):
+                    group.create_task(self._some(numbers, seed))
         self.tally.pulled = round(await self._pulled() - before)
-
-    async def _side_by_side(self, numbers: Iterator[int], seed: int) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.site.at_once):
-                group.create_task(self._some(numbers, seed))
 
     async def _some(self, numbers: Iterator[int], seed: int) -> None:
         """Conversations one after another, of those that nobody has begun."""
@@ -223,6 +221,8 @@ class _Run:
         return sum(float(value) for page in pages for value in _PULLED.findall(page))
 
 
+_OFFERS_RESET = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Only so does vLLM offer to reset its prefix cache."""
 _PULLED = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^\n]*source="external_kv_transfer"[^\n]*\} (\S+)$', re.M)
 
 
@@ -267,7 +267,7 @@ def vllm(proof: Proof, model: str, python: str | None) -> Iterator[Site]:
     """One P and one D of vLLM, which takes a minute or two; in float32 on CPUs. Raises `LaunchError`."""
     connector = Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK
     found, config = clusters.on_vllm(model, python, connector=connector)
-    with _development_mode(), Engines(config, report=clusters.say) as engines:
+    with mock.patch.dict(os.environ, _OFFERS_RESET), Engines(config, report=clusters.say) as engines:
         yield Site(
             prefill=(engines.prefill[0].url,),
             decode=(engines.decode[0].url,),
@@ -279,23 +279,6 @@ def vllm(proof: Proof, model: str, python: str | None) -> Iterator[Site]:
             longest_answer=40,
             at_once=2,
         )
-
-
-@contextlib.contextmanager
-def _development_mode() -> Iterator[None]:
-    """Only in this mode does vLLM offer to reset its prefix cache."""
-    before = os.environ.get(_DEV_MODE)
-    os.environ[_DEV_MODE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DEV_MODE]
-        else:
-            os.environ[_DEV_MODE] = before
-
-
-_DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

@@ -8,18 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
+from backhaul_connector import settings as connector_settings
 from backhaul_connector.launch import cluster
 from backhaul_connector.launch.cluster import Connector, Device, Engines, EnginesConfig
 from backhaul_connector.launch.models import BUILT_IN
-from backhaul_connector.settings import Settings
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
+from backhaul_router.serve.admission import Limits
 from backhaul_router.serve.options import engine_api_key
+from backhaul_router.serve.settings import ServerSettings, Settings
 from backhaul_router.serve.tenants import Tenants
 
 from .serve import server_module
 
-_SETTINGS = ", ".join(Settings.__struct_fields__)
+_SETTINGS = ", ".join(connector_settings.Settings.__struct_fields__)
 _MODEL = f"a directory, a name that vLLM knows, or {' or '.join(BUILT_IN)}, built on first use"
 
 
@@ -98,7 +100,8 @@ def _route(engines: Engines, listener: socket.socket, tenants: Tenants) -> None:
     def started(url: str) -> None:
         print(cluster.how_to_reach(engines, url), flush=True)
 
-    server_module().serve_on(listener, _config_for(engines), started=started, check=engines.check, tenants=tenants)
+    settings = Settings(router=_config_for(engines), server=ServerSettings(), limits=Limits(), tenants=tenants)
+    server_module().serve_settings(listener, settings, started=started, check=engines.check)
 
 
 def _config_for(engines: Engines) -> RouterConfig:
