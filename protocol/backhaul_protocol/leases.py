@@ -12,14 +12,19 @@ from . import KEY, VERSION
 from .fields import Port, Seconds
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """D's promise to keep a handle's blocks. Its id is the handle's `remote_request_id`."""
+class LeaseAddress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where a lease can be claimed: what P needs of it. Its id is the handle's `remote_request_id`."""
 
     port: Port
-    """Where it can be claimed: of D's lease channel."""
-    ttl_s: float
+    """Of D's lease channel."""
     shared: bool = False
     """Reading does not end it: it can be read by several, until it is released or expires."""
+
+
+class Lease(LeaseAddress, frozen=True, kw_only=True, gc=False):
+    """D's promise to keep a handle's blocks."""
+
+    ttl_s: float
 
 
 class LeaseOperation(msgspec.Struct, frozen=True, kw_only=True):

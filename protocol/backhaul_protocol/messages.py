@@ -19,7 +19,7 @@ from msgspec import Meta
 from . import KEY, VERSION
 from .account import PrefillAccount
 from .fields import Count, Epoch, Hash, Seconds, Size
-from .leases import Lease, LeaseOperation
+from .leases import LeaseAddress, LeaseOperation
 from .why import Why
 
 
@@ -31,7 +31,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One per whole block, as base64 (`locators`); `None` where its blocks cannot be compared."""
     block_size: Size
     epoch: Epoch
-    lease: Lease
+    lease: LeaseAddress
+    """A `Lease`, where D says it."""
     whole: bool = False
     """Its KV is good for a prompt that goes on where `tokens` end, and for no other: nobody can cut it (a sliding window)."""
     tokens: Annotated[int, Meta(ge=1)] | None = None

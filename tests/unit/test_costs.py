@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from backhaul_router.fleet.costs import ENOUGH, PRIOR_COMPUTE_MS, Costs, Line
+from backhaul_router.fleet.load import ENOUGH, PRIOR_COMPUTE_MS, Costs, Line
 from backhaul_router.report import Route
 from core_values import D1, P1, P2
 from hypothesis import given

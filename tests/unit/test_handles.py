@@ -27,7 +27,7 @@ HANDLE: dict[str, Any] = {
         "digests": "AAAAAA==",
         "block_size": 32,
         "epoch": "e",
-        "lease": {"port": 4000, "ttl_s": 9.0, "shared": True},
+        "lease": {"port": 4000, "shared": True},
     },
 }
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,49 @@ def test_the_rooms_of_the_router_import_lower_ones_only():
         and rank[imported] > rank[importer]
     ]
     assert wrong == []
+
+
+def circles(imports: Iterable[Import]) -> list[list[str]]:
+    """Groups of modules that import each other, by Tarjan's algorithm."""
+    modules = {found.importer for found in imports}
+    edges: dict[str, set[str]] = {module: set() for module in modules}
+    for found in imports:
+        target = found.imported if found.imported in modules else found.imported.rpartition(".")[0]
+        if target in modules and target != found.importer:
+            edges[found.importer].add(target)
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    out = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in edges[module]:
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            start = stack.index(module)
+            if len(stack) - start > 1:
+                out.append(sorted(stack[start:]))
+            del stack[start:]
+
+    for module in sorted(modules):
+        if module not in index:
+            visit(module)
+    return out
+
+
+def test_circles_are_found():
+    a_b_a = [Import("a", "b.x", True), Import("b", "c", False), Import("c", "a", True), Import("d", "a", True)]
+    assert circles(a_b_a) == [["a", "b", "c"]]
+
+
+def test_no_module_imports_itself_by_way_of_others_not_even_for_types_or_inside_a_function():
+    assert circles(ALL_IMPORTS) == []
 
 
 def test_the_public_face_of_the_router_only_hands_on_what_rooms_hold():

@@ -1,6 +1,9 @@
-"""Repository of handles: what the ledger has on file, the account of what engines keep for it, and the release of the rest.
+"""Repository of handles: what the ledger has on file, the account of what engines keep for it, and the release of the rest. A
+handle is a decode engine's `kv_transfer_params`, by which another engine reads the KV of a history.
 
-A handle is a decode engine's `kv_transfer_params`, by which another engine reads the KV of a history."""
+What turns leave is in a write-behind queue until their answers are on their way: a turn's client need not wait for it. Whoever
+reads, in whatever thread, applies what is pending first, so that nobody sees the difference.
+"""
 
 from __future__ import annotations
 

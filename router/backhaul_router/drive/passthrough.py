@@ -1,8 +1,7 @@
-"""Reverse proxy for requests that are no turns, which a decode engine answers; and what headers engines are sent."""
+"""Reverse proxy for requests that are no turns, which a decode engine answers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Mapping
 from urllib.parse import unquote
 
@@ -16,8 +15,8 @@ from ..turn.effects import Headers
 from ..wire import cache_salt
 from ..wire.stream import EventSplitter, cleaned
 from .request import Reply, Request, WholeReply, error_reply
+from .run import engine_headers
 
-_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-request-id")
 _GET = ("/v1/models", "/health", "/version")
 POST = (
     "/v1/messages/count_tokens",
@@ -37,19 +36,6 @@ def is_passed_through(method: str, path: str) -> bool:
         steps = set(unquote(path).split("/"))
         return path in _GET or (path.startswith("/v1/models/") and not steps & {".", ".."})
     return method == "POST" and path in POST
-
-
-def engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
-    """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
-    out = {}
-    for name in _FORWARDED_HEADERS:
-        if (value := headers.get(name)) is not None and value.isascii() and value.isprintable():
-            out[name] = value
-    request_id = out.get("x-request-id", "")
-    out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
-    if conversation and conversation.isascii():
-        out["x-session-id"] = conversation
-    return out
 
 
 async def pass_through(

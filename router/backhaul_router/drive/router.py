@@ -29,10 +29,10 @@ from ..turn.turn import Turn
 from ..wire import cache_salt
 from . import logs, pauses
 from .membership import Draining, Membership
-from .passthrough import POST, engine_headers, is_passed_through, pass_through
+from .passthrough import POST, is_passed_through, pass_through
 from .pauses import Paused
 from .request import Reply, Request, WholeReply, error_reply
-from .run import NO_SPANS, Run, Tracing
+from .run import NO_SPANS, Run, Tracing, engine_headers
 from .services import Services
 
 log = logging.getLogger("backhaul")
@@ -197,7 +197,8 @@ class Router:
             return error_reply(path, 400, str(error), code="malformed_hint", param=error.param)
         if request.tenant and (unknown := self._unknown_response(facts, request.tenant)):
             return error_reply(path, 404, unknown, code="unknown_response", param="previous_response_id")
-        await self.membership.connect()
+        if not self.membership.connected or self.membership.absent:
+            await self.membership.connect()
         now = services.clock()
         services.do_chores(now)
         chain = digests.chain(facts.parts)

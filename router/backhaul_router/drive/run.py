@@ -1,9 +1,12 @@
-"""Driver of a sans-I/O state machine: a turn's calls are made, its actions performed, and what its client gets handed on."""
+"""Driver of a sans-I/O state machine: a turn's calls are made, its actions performed, and what its client gets handed on. What
+happens is told to the turn's spans (`Tracing`), without OpenTelemetry, which only `tracing` imports.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Final, Protocol, assert_never
@@ -76,7 +79,21 @@ NO_SPANS: Final = Spans()
 
 log = logging.getLogger("backhaul")
 
+_FORWARDED_HEADERS = ("traceparent", "tracestate", "x-request-id")
 _LAST_LOOK_S = 0.01
+
+
+def engine_headers(headers: Mapping[str, str], conversation: str | None) -> dict[str, str]:
+    """What the engines are told besides the body. Credentials and everything else of the client's stay here."""
+    out = {}
+    for name in _FORWARDED_HEADERS:
+        if (value := headers.get(name)) is not None and value.isascii() and value.isprintable():
+            out[name] = value
+    request_id = out.get("x-request-id", "")
+    out["x-request-id"] = request_id if 0 < len(request_id) <= 128 else os.urandom(16).hex()
+    if conversation and conversation.isascii():
+        out["x-session-id"] = conversation
+    return out
 
 
 class Run:

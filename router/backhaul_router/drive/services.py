@@ -1,4 +1,8 @@
-"""Composition root of one router: what its front door, its engine membership and the turns that it drives use in common."""
+"""Composition root of one router: what its front door, its engine membership and the turns that it drives use in common.
+
+With it: the fence that keeps turns from reading by a handle of a process that is gone, and the reading of late answers, which
+engines send to clients that have left, for the handle in them.
+"""
 
 from __future__ import annotations
 

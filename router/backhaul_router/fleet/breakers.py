@@ -9,6 +9,9 @@
   `SEVERAL` conversations with as many different histories had one, with no answer in between. A request that breaks engines
   is one conversation or one history however often it comes, and so cannot shut a fleet.
 - Only a real answer closes a breaker: `/health` says 200 on engines that cannot generate.
+
+And the poison-message list: requests that were on an engine when its connection broke, which may be why it died. Such a request
+gets one other engine, and when that one breaks too it is sent to none any more, whoever sends it.
 """
 
 from __future__ import annotations
@@ -162,6 +165,8 @@ class Breakers:
             for at in [at for at in self._at if at.url == url]:
                 del self._at[at]
 
+
+# --- requests that may be what breaks engines -----------------------------------------------------------------------------
 
 MAX_DEATHS: Final = 2
 """Engines that one request may take along."""

@@ -1,4 +1,6 @@
-"""Value object of an engine, as it described itself: asked once and frozen. Which engines fit together, and who holds leases."""
+"""Engines: what each said of itself when it was asked (`Engine`, frozen), and the registers of what is noted of it afterwards,
+each with its own lock and told engines by URL. `Fleet` holds one of each.
+"""
 
 from __future__ import annotations
 

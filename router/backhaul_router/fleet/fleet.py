@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ..errors import FailureKind, Leg
 from .breakers import Breakers, BreakerState, EngineLeg, FailedRequest
-from .costs import Costs
 from .engine import Accounts, Capabilities, Counters, Engine, Holder, PairTable, ReleaseQueue, Role, check_fit
-from .load import Load
+from .load import Costs, Load
 from .restarts import Restarts
 from .retention import Reserved, Retention
 

@@ -16,6 +16,8 @@ it really keeps (`note_kept`), for other routers too; from then on what this rou
 
 The ledger is not asked: this class is told of every handle that is filed, taken and dropped, whatever keeps the ledger. All
 methods take a lock, none awaits, and a turn costs a few dictionary and heap operations, however many conversations there are.
+
+Longer than most modules, because the accounts and the rules that read them change together.
 """
 
 from __future__ import annotations

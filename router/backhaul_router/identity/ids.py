@@ -1,4 +1,8 @@
-"""Conversation ids as values: what an id may look like, and where one came from."""
+"""Conversation ids as values: what an id may look like, and where one came from.
+
+With them the conversation that the calling code is in, as a context variable that reaches every framework's calls, and the
+conversations of responses, by the responses' ids.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""LRU map of the conversations on file, by key and by name, ordered within each tenant.
-
-The order is a list through the conversations themselves: an ordered dictionary beside them takes 100 bytes for each.
+"""Indexes of the ledger: the conversations on file in the order of their use (LRU), the ends of histories, and deadlines in a
+calendar queue. There may be a million conversations: what is kept for each is counted in bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +12,11 @@ from typing import Generic, TypeVar
 
 from . import digests
 from .records import Branch, Key
+
+# --- conversations -----------------------------------------------------------------------------------------------------
+#
+# An LRU map by key and by name, ordered within each tenant. The order is a list through the conversations themselves: an
+# ordered dictionary beside them takes 100 bytes for each.
 
 
 class Conversation:
@@ -191,6 +195,14 @@ class Conversations:
         return None
 
 
+# --- ends of histories -------------------------------------------------------------------------------------------------
+#
+# An LRU index by which a request that goes on from a conversation without a name is known by its messages. It continues a
+# history when it begins with all of its messages and has more: both are chains of digests, so it is enough to look for the
+# digest of a history's last message among the request's. Equal openings are no continuation: two agents that say the same at
+# first are two conversations.
+
+
 _Scope = tuple[str, str, str]
 """Tenant, model and cache salt: nothing is found across any of them."""
 _Ends = bytes | frozenset[bytes]
@@ -292,6 +304,13 @@ _T = TypeVar("_T", bound=Hashable)
 _SPAN_S = 2.0
 _VOID = 4
 """A list is cleaned when more than one thing in so many is void."""
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------------------
+#
+# Each in a bucket for its span of time; only the bucket that is near is a heap. A heap of pairs takes 100 bytes a thing, and
+# what is not awaited any more stays in it. A list of which too much is void is cleaned by itself, so that nothing ever takes as
+# long as all the things there are.
 
 
 class CalendarQueue(Generic[_T]):

@@ -1,5 +1,8 @@
-"""Accounting: what a turn costs, as it becomes known. The fleet hears of it for its load and its estimates, the client and the
-operator by the report, which is drafted on the way (`Turn.draft`) and made once, at the end."""
+"""Accounting: what is known of a turn's prompt and of what it costs. The fleet hears of it for its load and its estimates, the
+client and the operator by the report, which is drafted on the way (`Turn.draft`) and made once, at the end. Where token ids
+are the proof, they are noted here: which tokens the prompt is, by the engine's own renderer, and where they leave the
+history on record.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Settlement: what becomes of the handle that a turn took, and of the one that it leaves. Every way out of a turn settles: the
-handle taken is given back, used up or released, and what the engines hold for us is filed or released.
+"""Settlement: how turns end, and what becomes of the handle that a turn took and of the one that it leaves. Every way out of a
+turn settles: the handle taken is given back, used up or released, and what the engines hold for us is filed or released.
 
-A stock engine's handle is sent to P once; from then on it is in nobody's hands (`spend`), whatever came of it. A shared one stays
-in the ledger."""
+A stock engine's handle is sent to P once; from then on it is in nobody's hands (`spend`), whatever came of it. A shared one
+stays in the ledger. A request that failed goes out again where it was refused before it was read, where reading the handle may
+be what failed, where an engine answered with an error, or where a prefill took too long; after a broken connection once, since
+the request may be what broke the engine (`another`, `outlives`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Codec of transfer handles: an engine's `kv_transfer_params`, read, cut and sent back. Nothing of them is ever shown to a
-client.
+"""Codec of an engine's `kv_transfer_params`: the handle, read, cut and sent back, and in it our connector's object
+(`backhaul_protocol`). Nothing of them is ever shown to a client.
 
-Field names and rules are those of vLLM 0.32 (kv_connector/v1/nixl/pull_scheduler.py).
+D's object goes on to P as it came, and P's to D with what is asked of D; what is meant for the router is taken out. Field names
+and rules are those of vLLM 0.32 and 0.33 (kv_connector/v1/nixl/pull_scheduler.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Parser of client requests: what the router needs to know of them, read once. Registry of the endpoints whose turns it runs.
+"""Client requests: what the router needs to know of one, read once; and the bodies that engines are sent in its place, for
+rendering, for P, for D and to release a handle. Registry of the endpoints whose turns are run.
 
 Bodies are split into their top-level members and put together again (`json_members`); ours is written last. What is particular
 to an endpoint is in its `Api`; a new one is a subclass and a line in `_APIS`.

@@ -1,4 +1,6 @@
-"""Stream filters: events pass as they are, but for the handle and ids (taken out), `usage` (the report put in) and the end."""
+"""Answers as they come: the splitter of server-sent events, the token counts in them, and the stream filters. Events pass as they
+are, but for the handle and the ids (taken out), `usage` (the report put in) and the end.
+"""
 
 from __future__ import annotations
 
