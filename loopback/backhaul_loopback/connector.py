@@ -35,11 +35,10 @@ from . import transfer
 from .blocks import Block, chain_digest
 from .clock import Clock
 from .config import EngineConfig, Faults
-from .connector_metrics import ConnectorMetrics
 from .errors import KVLoadError
 from .lease_channel import LeaseClient
 from .leases import Leases
-from .metrics import BYTES_PER_TOKEN
+from .metrics import BYTES_PER_TOKEN, ConnectorMetrics
 from .reader import ExpiredError, HoldEndedError
 from .reuse import Grant, Reuse
 from .sequence import Seq

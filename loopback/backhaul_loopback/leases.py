@@ -10,7 +10,7 @@ from backhaul_protocol.leases import LeaseAnswer, LeaseOperation
 
 from .blocks import Block
 from .clock import Clock
-from .connector_metrics import ConnectorMetrics
+from .metrics import ConnectorMetrics
 
 
 class Leases:

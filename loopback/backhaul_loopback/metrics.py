@@ -1,4 +1,4 @@
-"""Metrics: the engine's counters, in the Prometheus text that vLLM serves under `/metrics`.
+"""Metrics: the engine's counters and our connector's, in the Prometheus text that vLLM serves under `/metrics`.
 
 Names and labels are those of `v1/metrics/loggers.py` and of the NIXL connector's `stats.py`.
 """
@@ -48,14 +48,7 @@ class Metrics:
     """Seconds since 1970, whatever the engine's clock."""
 
     def exposition(
-        self,
-        *,
-        model: str,
-        usage: float,
-        num_blocks: int,
-        block_size: int,
-        prefix_caching: bool,
-        plugin: bool,
+        self, *, model: str, usage: float, num_blocks: int, block_size: int, prefix_caching: bool, plugin: bool
     ) -> str:
         page = Page(model)
         page.raw(f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.began!r}\n")
@@ -106,6 +99,34 @@ class Metrics:
         )
         if plugin:
             page.raw(f'# TYPE backhaul_plugin_info gauge\nbackhaul_plugin_info{{version="{VERSION}"}} 1.0\n')
+        return page.text
+
+
+@dataclass
+class ConnectorMetrics:
+    """Counted since the engine's start. Field names are the metric names without `backhaul_` and `_total`."""
+
+    offered_tokens: int = 0
+    verified_tokens: int = 0
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
+    local_tokens: int = 0
+    leases_ended: Counter[str] = field(default_factory=Counter)
+    verifications: Counter[str] = field(default_factory=Counter)
+    """P's side, one per request that brought a handle: `verified`, or why not."""
+    claims: Counter[str] = field(default_factory=Counter)
+    """D's side: `granted`, or why a read was fenced off."""
+
+    def exposition(self, model: str, leases: int, leased_blocks: int, oldest_s: float) -> str:
+        page = Page(model, prefix="backhaul_")
+        page.raw(f'# TYPE backhaul_connector_info gauge\nbackhaul_connector_info{{version="{VERSION}"}} 1.0\n')
+        page.gauge("leases", leases)
+        page.gauge("leased_blocks", leased_blocks)
+        page.gauge("oldest_lease_seconds", oldest_s)
+        for name in ("offered_tokens", "verified_tokens", "pulled_tokens", "pulled_bytes", "local_tokens"):
+            page.counter(name, getattr(self, name))
+        for name, label in (("leases_ended", "how"), ("verifications", "outcome"), ("claims", "outcome")):
+            page.family(f"{name}_total", "counter", label, getattr(self, name))
         return page.text
 
 

@@ -43,7 +43,14 @@ class _Client:
             )
         return self._bound.reuse
 
+    # Type checkers see openai's own signatures, which differ between its versions.
     if not TYPE_CHECKING:
+
+        def copy(self, **options):
+            self._refuse_elsewhere(options)
+            return super().copy(**options)._inherit(self)
+
+        with_options = copy
 
         @cached_property
         def chat(self):
@@ -56,6 +63,14 @@ class _Client:
         @cached_property
         def responses(self):
             return _fast.responses(super().responses)
+
+    def for_conversation(self, id: str | None = None) -> Self:
+        """A copy whose calls belong to a conversation of their own, wherever they are made; `.reuse` has its reports.
+
+        It shares this client's connections: closing the copy ends the conversation and leaves this client open."""
+        bound: Self = self.copy()  # type: ignore[attr-defined]
+        bound._bound = Conversation(id)
+        return bound
 
     def _inherit(self, original: _Client) -> Self:
         self._embedded, self._bound = original._embedded, original._bound
@@ -113,14 +128,6 @@ class OpenAI(_Client, openai.OpenAI):
         self._embedded = config is not None
         self._follow()
 
-    def for_conversation(self, id: str | None = None) -> Self:
-        """A copy whose calls belong to a conversation of their own, wherever they are made; `.reuse` has its reports.
-
-        It shares this client's connections: closing the copy ends the conversation and leaves this client open."""
-        bound = self.copy()
-        bound._bound = Conversation(id)
-        return bound
-
     def close(self) -> None:
         if self._bound is not None:
             self._bound.end()
@@ -130,14 +137,7 @@ class OpenAI(_Client, openai.OpenAI):
     def _prepare_options(self, options: FinalRequestOptions) -> FinalRequestOptions:
         return self._tagged(super()._prepare_options(options))
 
-    # Type checkers see openai's own signatures, which differ between its versions.
     if not TYPE_CHECKING:
-
-        def copy(self, **options):
-            self._refuse_elsewhere(options)
-            return super().copy(**options)._inherit(self)
-
-        with_options = copy
 
         def post(self, path, *, body=None, **kwargs):
             return super().post(path, body=_fast.resolved(body), **kwargs)
@@ -169,14 +169,6 @@ class AsyncOpenAI(_Client, openai.AsyncOpenAI):
         self._embedded = config is not None
         self._follow()
 
-    def for_conversation(self, id: str | None = None) -> Self:
-        """A copy whose calls belong to a conversation of their own, wherever they are made; `.reuse` has its reports.
-
-        It shares this client's connections: closing the copy ends the conversation and leaves this client open."""
-        bound = self.copy()
-        bound._bound = Conversation(id)
-        return bound
-
     async def close(self) -> None:
         if self._bound is not None:
             await self._bound.aend()
@@ -187,12 +179,6 @@ class AsyncOpenAI(_Client, openai.AsyncOpenAI):
         return self._tagged(await super()._prepare_options(options))
 
     if not TYPE_CHECKING:
-
-        def copy(self, **options):
-            self._refuse_elsewhere(options)
-            return super().copy(**options)._inherit(self)
-
-        with_options = copy
 
         async def post(self, path, *, body=None, **kwargs):
             return await super().post(path, body=_fast.resolved(body), **kwargs)
@@ -226,8 +212,7 @@ def _configured(
         return None, rest
     config = router_config(who, prefill, decode, engine_api_key, settings)
     _refuse(rest, f"{who}: prefill= and decode= make an embedded router", "leave one of the two out")
-    rest.setdefault("api_key", _PLACEHOLDER_KEY)
-    if rest["api_key"] is None:
+    if rest.get("api_key") is None:
         rest["api_key"] = _PLACEHOLDER_KEY
     return config, {**rest, "base_url": _http.EMBEDDED_URL}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backhaul_bench import overhead, overhead_command, overhead_table
+from backhaul_bench import overhead, overhead_command
 from backhaul_bench.options import OptionsError
 
 
@@ -39,7 +39,7 @@ async def test_every_variant_is_measured_in_every_case(tmp_path: Path) -> None:
         for variant in overhead.VARIANTS
     ]
     assert {row["turns"] for row in written["rows"]} == {3, 4}
-    for direct, *routed in overhead_table.by_case([overhead.Row(**row) for row in written["rows"]]):
+    for direct, *routed in overhead_command.by_case([overhead.Row(**row) for row in written["rows"]]):
         assert direct.added_p50_ms == 0
         assert 2_700 < direct.body_bytes < 3_300
         assert all(row.p50_ms == pytest.approx(direct.p50_ms + row.added_p50_ms) for row in routed)

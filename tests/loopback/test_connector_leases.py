@@ -13,9 +13,9 @@ from backhaul_connector import lease_channel as real_channel
 from backhaul_connector.lease_table import LeaseTable
 from backhaul_loopback.blocks import Block
 from backhaul_loopback.config import Faults
-from backhaul_loopback.connector_metrics import ConnectorMetrics
 from backhaul_loopback.lease_channel import LeaseChannel, LeaseClient
 from backhaul_loopback.leases import Leases
+from backhaul_loopback.metrics import ConnectorMetrics
 from backhaul_protocol.lease_channel import Answer, Claim, Decline, Done, Message, frame
 from backhaul_protocol.leases import LeaseOperation
 from hypothesis import settings

@@ -275,14 +275,14 @@ def test_concurrent_builds_leave_one_whole_model(cache: Path, tmp_path: Path) ->
 
 def test_a_failed_build_leaves_nothing_and_tells_the_builders_last_words(cache: Path, tmp_path: Path) -> None:
     builder = script(tmp_path / "python", 'mkdir "$3"; echo "no module named torch"; exit 1')
-    with pytest.raises(models.ModelError, match="could not build it") as failure:
+    with pytest.raises(models.LaunchError, match="could not build it") as failure:
         models.ensure("tiny", str(builder), lambda _: None)
     assert failure.value.detail == "no module named torch"
     assert list(cache.iterdir()) == []
 
 
 def test_a_directory_that_is_not_there_is_told_before_engines_start(cache: Path) -> None:
-    with pytest.raises(models.ModelError, match="/nowhere/model: there is no such directory"):
+    with pytest.raises(models.LaunchError, match="/nowhere/model: there is no such directory"):
         models.ensure("/nowhere/model", "/py", lambda _: None)
 
 

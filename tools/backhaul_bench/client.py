@@ -181,9 +181,9 @@ class _Samples:
 def _table(rows: Sequence[Row]) -> Table:
     made = plain_table(
         title=f"What a call costs the client, in ms, median of {rows[0].repeats}\nopenai {openai.__version__}, no network",
+        columns=("messages", "body", "client", "openai", "backhaul", "faster by"),
+        left=("client",),
     )
-    for name in ("messages", "body", "client", "openai", "backhaul", "faster by"):
-        made.add_column(name, justify="left" if name == "client" else "right")
     for row in rows:
         made.add_row(
             f"{row.messages:,}",

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from backhaul_connector.launch.cluster import Connector, Device, Engines, EnginesConfig
-from backhaul_connector.launch.interpreter import find
+from backhaul_connector.launch.interpreter import Interpreter, find
 from backhaul_connector.launch.models import BUILT_IN
 from backhaul_loopback import CostModel, RealClock, VirtualClock, loopback_pair
 
@@ -79,6 +79,14 @@ async def loopback(
         )
 
 
+def on_vllm(model: str, python: str | None, **more: Any) -> tuple[Interpreter, EnginesConfig]:
+    """What to start vLLM engines with. Built-in models compute in float32 on CPUs, where equal KV gives equal answers. Raises
+    `LaunchError`."""
+    found = find(python)
+    dtype = "float32" if found.device is Device.CPU and model in BUILT_IN else None
+    return found, EnginesConfig(model=model, python=found.path, device=found.device, dtype=dtype, **more)
+
+
 @contextlib.contextmanager
 def vllm(
     model: str,
@@ -89,27 +97,23 @@ def vllm(
     max_model_len: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Cluster]:
-    """vLLM engines, which takes a minute or two. Built-in models compute in float32 on CPUs, where equal KV gives equal
-    answers. Raises `LaunchError`; the logs are kept then, and removed otherwise."""
-    found = find(python)
-    on_cpu = found.device is Device.CPU
-    config = EnginesConfig(
-        model=model,
-        python=found.path,
-        device=found.device,
+    """vLLM engines, which takes a minute or two. Raises `LaunchError`; the logs are kept then, and removed otherwise."""
+    found, config = on_vllm(
+        model,
+        python,
         connector=connector,
-        dtype="float32" if on_cpu and model in BUILT_IN else None,
         max_model_len=max_model_len,
         prefill_prefix_caching=False,
         vllm_args=tuple(vllm_args),
     )
+    where = "this CPU" if found.device is Device.CPU else "GPUs"
     with Engines(config, report=report) as engines:
         yield Cluster(
             prefill=engines.prefill[0].url,
             decode=engines.decode[0].url,
             model=engines.model,
             connector=connector,
-            title=f"vLLM {found.vllm} on {'this CPU' if on_cpu else 'GPUs'}, model {engines.model}, {connector} connector",
+            title=f"vLLM {found.vllm} on {where}, model {engines.model}, {connector} connector",
         )
 
 

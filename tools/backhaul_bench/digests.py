@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -141,12 +141,7 @@ def measure(options: Options) -> Costs:
 
 
 def _best_ms(run: Callable[[], object], repeats: int) -> float:
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        taken.append((time.perf_counter() - began) * 1e3)
-    return min(taken)
+    return min(timeit.repeat(run, number=1, repeat=repeats)) * 1e3
 
 
 def main(options: Options) -> int:

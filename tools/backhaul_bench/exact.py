@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from unittest import mock
 from uuid import uuid4
 
 import httpx2
 from backhaul_cli.options import Count
-from backhaul_connector.launch import cluster
-from backhaul_connector.launch.interpreter import find
-from backhaul_connector.launch.models import BUILT_IN
+from backhaul_connector.launch.cluster import Connector, Engines
 from backhaul_loopback import LoopbackEngine
 from backhaul_loopback.config import Role
 from backhaul_router.config import RouterConfig
@@ -110,20 +109,8 @@ class Tally:
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON file."""
-        kept = (
-            "title",
-            "proof",
-            "seed",
-            "conversations",
-            "turns",
-            "offered",
-            "pulled",
-            "near_ties",
-            "wrong",
-            "examples",
-        )
         routes = [{"route": r, "reason": why or None, "turns": n} for (r, why), n in sorted(self.routes.items())]
-        return {**{name: getattr(self, name) for name in kept}, "wall_s": round(self.wall_s, 1), "routes": routes}
+        return {**vars(self), "wall_s": round(self.wall_s, 1), "routes": routes}
 
 
 async def measure(site: Site, *, conversations: int, seed: int = 0) -> Tally:
@@ -160,13 +147,10 @@ class _Run:
         before = await self._pulled()
         numbers = iter(range(conversations))
         with answers.first_of_group():
-            await self._side_by_side(numbers, seed)
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.site.at_once):
+                    group.create_task(self._some(numbers, seed))
         self.tally.pulled = round(await self._pulled() - before)
-
-    async def _side_by_side(self, numbers: Iterator[int], seed: int) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.site.at_once):
-                group.create_task(self._some(numbers, seed))
 
     async def _some(self, numbers: Iterator[int], seed: int) -> None:
         """Conversations one after another, of those that nobody has begun."""
@@ -237,6 +221,8 @@ class _Run:
         return sum(float(value) for page in pages for value in _PULLED.findall(page))
 
 
+_OFFERS_RESET = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Only so does vLLM offer to reset its prefix cache."""
 _PULLED = re.compile(r'^vllm:prompt_tokens_by_source_total\{[^\n]*source="external_kv_transfer"[^\n]*\} (\S+)$', re.M)
 
 
@@ -279,18 +265,9 @@ async def loopback(proof: Proof) -> AsyncIterator[Site]:
 @contextlib.contextmanager
 def vllm(proof: Proof, model: str, python: str | None) -> Iterator[Site]:
     """One P and one D of vLLM, which takes a minute or two; in float32 on CPUs. Raises `LaunchError`."""
-    from backhaul_connector.launch.command import Connector
-
-    found = find(python)
-    on_cpu = found.device is cluster.Device.CPU
-    config = cluster.EnginesConfig(
-        model=model,
-        python=found.path,
-        device=found.device,
-        dtype="float32" if on_cpu and model in BUILT_IN else None,
-        connector=Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK,
-    )
-    with _development_mode(), cluster.Engines(config, report=clusters.say) as engines:
+    connector = Connector.BACKHAUL if proof is Proof.CONNECTOR else Connector.STOCK
+    found, config = clusters.on_vllm(model, python, connector=connector)
+    with mock.patch.dict(os.environ, _OFFERS_RESET), Engines(config, report=clusters.say) as engines:
         yield Site(
             prefill=(engines.prefill[0].url,),
             decode=(engines.decode[0].url,),
@@ -302,23 +279,6 @@ def vllm(proof: Proof, model: str, python: str | None) -> Iterator[Site]:
             longest_answer=40,
             at_once=2,
         )
-
-
-@contextlib.contextmanager
-def _development_mode() -> Iterator[None]:
-    """Only in this mode does vLLM offer to reset its prefix cache."""
-    before = os.environ.get(_DEV_MODE)
-    os.environ[_DEV_MODE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DEV_MODE]
-        else:
-            os.environ[_DEV_MODE] = before
-
-
-_DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

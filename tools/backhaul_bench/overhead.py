@@ -9,6 +9,7 @@ process as well; the others run in this process.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import itertools
 import json
@@ -35,7 +36,7 @@ from backhaul_router.engines.http_client import HttpClient
 from backhaul_router.report import Route
 from backhaul_router.wire.stream import Listeners, StreamFilter
 
-from .programs import cpu_s, program, rss_mb
+from .programs import cpu_s, p99, program, rss_mb
 
 SIZES = range(2_000, 800_001)
 """Bodies that hold a history worth reading, and that the engines take."""
@@ -109,14 +110,8 @@ async def measure(
     """Runs the cases. Raises `NotWarm` or `OSError` when a program does not start or fails."""
     rows: list[Row] = []
     async with AsyncExitStack() as stack:
-        engine = (
-            "--connector",
-            "backhaul" if ours else "stock",
-            "--max-model-len",
-            str(MAX_MODEL_LEN),
-            "--num-blocks",
-            str(BLOCKS),
-        )
+        size = ("--max-model-len", str(MAX_MODEL_LEN), "--num-blocks", str(BLOCKS))
+        engine = ("--connector", "backhaul" if ours else "stock", *size)
         prefill, decode = [
             await stack.enter_async_context(program("backhaul_loopback", "--role", role, *engine))
             for role in ("prefill", "decode")
@@ -159,9 +154,9 @@ async def _measure(case: Case, work: _Workload, variants: dict[str, _Variant]) -
         for name in next(orders):
             variant = variants[name]
             turns = await asyncio.gather(*(variant.begin(work) for _ in range(case.concurrency)))
-            before = variant.cpu_s()
+            before = _cpu_s(variant.pid)
             took = await asyncio.gather(*(_timed(turn) for turn in turns))
-            after = variant.cpu_s()
+            after = _cpu_s(variant.pid)
             await asyncio.gather(*(turn.end() for turn in turns))
             if number:  # the first round warms up
                 times[name] += took
@@ -175,10 +170,10 @@ async def _measure(case: Case, work: _Workload, variants: dict[str, _Variant]) -
             concurrency=case.concurrency,
             variant=name,
             turns=len(times[name]),
-            p50_ms=_p50(times[name]),
-            p99_ms=_p99(times[name]),
-            added_p50_ms=_p50(times[name]) - _p50(base),
-            added_p99_ms=_p99(times[name]) - _p99(base),
+            p50_ms=statistics.median(times[name]),
+            p99_ms=p99(times[name]),
+            added_p50_ms=statistics.median(times[name]) - statistics.median(base),
+            added_p99_ms=p99(times[name]) - p99(base),
             cpu_ms=_mean_ms(cpu[name]),
             rss_mb=rss_mb(variants[name].pid),
         )
@@ -192,12 +187,8 @@ async def _timed(turn: _Turn) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _p50(times: Sequence[float]) -> float:
-    return statistics.median(times)
-
-
-def _p99(times: Sequence[float]) -> float:
-    return statistics.quantiles(times, n=100, method="inclusive")[98] if len(times) > 1 else times[0]
+def _cpu_s(pid: int) -> float | None:
+    return time.process_time() if pid == os.getpid() else cpu_s(pid)
 
 
 def _mean_ms(seconds: Sequence[float | None]) -> float | None:
@@ -276,7 +267,6 @@ class _Variant(Protocol):
     pid: int
 
     async def begin(self, work: _Workload) -> _Turn: ...
-    def cpu_s(self) -> float | None: ...
 
 
 async def _post(http: HttpClient, url: str, body: bytes, headers: dict[str, str]) -> EngineAnswer:
@@ -306,9 +296,6 @@ class _Direct:
         self.ours = ours
         self.prefill = prefill
         self.decode = decode
-
-    def cpu_s(self) -> float | None:
-        return time.process_time()
 
     async def workload(self, case: Case) -> _Workload:
         """The turns of a case's conversations: an engine's answer to the first is part of the second."""
@@ -401,74 +388,72 @@ def _left(answer: bytes) -> wire.Handle:
     return handle
 
 
-class _Embedded:
+class _Routed(abc.ABC):
+    """A router, which each measured turn gives a conversation of its own."""
+
     pid = os.getpid()
 
-    def __init__(self, router: Router) -> None:
-        self.router = router
-
-    def cpu_s(self) -> float | None:
-        return time.process_time()
-
-    async def begin(self, work: _Workload) -> _EmbeddedTurn:
-        turn = _EmbeddedTurn(self.router, work)
-        await turn.send(work.first)
-        await self.router.settled()
+    async def begin(self, work: _Workload) -> _RoutedTurn:
+        turn = _RoutedTurn(self, work, f"measured-{next(_numbers)}")
+        await self.send(work.first, turn.conversation)
         return turn
 
+    @abc.abstractmethod
+    async def send(self, body: bytes, conversation: str) -> str:
+        """Returns how the turn ran."""
 
-class _EmbeddedTurn:
-    def __init__(self, router: Router, work: _Workload) -> None:
+    @abc.abstractmethod
+    async def end(self, conversation: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class _RoutedTurn:
+    router: _Routed
+    work: _Workload
+    conversation: str
+
+    async def run(self) -> None:
+        how_it_ran = await self.router.send(self.work.second, self.conversation)
+        if how_it_ran != Route.WARM:
+            raise NotWarm(f"a turn that was to be measured ran {how_it_ran}, not warm")
+
+    async def end(self) -> None:
+        await self.router.end(self.conversation)
+
+
+class _Embedded(_Routed):
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._work = work
-        self._id = f"embedded-{next(_numbers)}"
 
-    async def send(self, body: bytes) -> str:
-        headers = [*_JSON.items(), (_CONVERSATION, self._id)]
+    async def begin(self, work: _Workload) -> _RoutedTurn:
+        turn = await super().begin(work)
+        await self._router.settled()
+        return turn
+
+    async def send(self, body: bytes, conversation: str) -> str:
+        headers = [*_JSON.items(), (_CONVERSATION, conversation)]
         reply = await self._router.handle(Request("POST", _PATH, headers, body))
         async for _ in reply:
             pass
         return _how_it_ran(reply.status, dict(reply.headers))
 
-    async def run(self) -> None:
-        _check_warm(await self.send(self._work.second))
-
-    async def end(self) -> None:
-        await self._router.end_conversation(self._id)
+    async def end(self, conversation: str) -> None:
+        await self._router.end_conversation(conversation)
 
 
-class _Served:
+class _Served(_Routed):
     def __init__(self, http: HttpClient, admin: aiohttp.ClientSession, url: str, pid: int) -> None:
-        self.http = http
-        self.admin = admin
-        self.url = url
+        self._http = http
+        self._admin = admin
+        self._url = url
         self.pid = pid
 
-    def cpu_s(self) -> float | None:
-        return cpu_s(self.pid)
-
-    async def begin(self, work: _Workload) -> _ServedTurn:
-        turn = _ServedTurn(self, work)
-        await turn.send(work.first)
-        return turn
-
-
-class _ServedTurn:
-    def __init__(self, served: _Served, work: _Workload) -> None:
-        self._served = served
-        self._work = work
-        self._id = f"served-{next(_numbers)}"
-
-    async def send(self, body: bytes) -> str:
-        headers = {**_JSON, _CONVERSATION: self._id}
-        answer = await _post(self._served.http, self._served.url + _PATH, body, headers)
+    async def send(self, body: bytes, conversation: str) -> str:
+        answer = await _post(self._http, self._url + _PATH, body, {**_JSON, _CONVERSATION: conversation})
         return _how_it_ran(answer.status, answer.headers)
 
-    async def run(self) -> None:
-        _check_warm(await self.send(self._work.second))
-
-    async def end(self) -> None:
-        async with self._served.admin.delete(f"{self._served.url}/backhaul/conversations/{self._id}") as response:
+    async def end(self, conversation: str) -> None:
+        async with self._admin.delete(f"{self._url}/backhaul/conversations/{conversation}") as response:
             await response.read()
 
 
@@ -480,8 +465,3 @@ def _how_it_ran(status: int, headers: Mapping[str, str]) -> str:
         return f"with status {status}"
     reason = headers.get("x-backhaul-reason")
     return headers["x-backhaul-route"] + (f" ({reason})" if reason else "")
-
-
-def _check_warm(how_it_ran: str) -> None:
-    if how_it_ran != Route.WARM:
-        raise NotWarm(f"a turn that was to be measured ran {how_it_ran}, not warm")

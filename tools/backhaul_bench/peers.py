@@ -8,16 +8,16 @@ routers are processes of their own, and the engines cost nothing; the requests c
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from backhaul_cli.errors import CommandError
 from backhaul_router import wire
@@ -28,7 +28,7 @@ from rich.table import Table
 from .clusters import say
 from .options import OptionsError, Written
 from .overhead import BLOCKS, MAX_MODEL_LEN, first_turn, handed_on
-from .programs import Program, cpu_s, program, rss_mb
+from .programs import Program, cpu_s, p99, program, rss_mb
 from .table import console, plain_table
 
 VARIANTS = ("direct", "backhaul", "vllm-router")
@@ -73,29 +73,16 @@ class Row:
     rss_mb: float | None
 
 
-class _Way(Protocol):
-    """How a request is made."""
+@dataclass(frozen=True)
+class _Way:
+    """How a request is made, and the process that routes it."""
 
-    @property
-    def pid(self) -> int | None: ...
-
-    async def send(self, body: bytes) -> None: ...
-
-
-class _Routed:
-    def __init__(self, http: HttpClient, url: str, pid: int) -> None:
-        self.pid: int | None = pid
-        self._http = http
-        self._url = url
-
-    async def send(self, body: bytes) -> None:
-        await _post(self._http, self._url, body)
+    send: Callable[[bytes], Awaitable[object]]
+    pid: int | None = None
 
 
 class _Direct:
     """The two calls by hand, with the client that Backhaul uses too."""
-
-    pid: int | None = None
 
     def __init__(self, http: HttpClient, prefill: str, decode: str) -> None:
         self._http = http
@@ -197,10 +184,9 @@ async def measure(options: Options, progress: Callable[[str], None] = lambda _: 
     """Runs the cases. Raises `PeerError` or `OSError`."""
     rows: list[Row] = []
     async with site(options.vllm_router) as at:
-        ways: dict[str, _Way] = {
-            "direct": _Direct(at.http, at.prefill, at.decode),
-            **{name: _Routed(at.http, at.urls[name], router.pid) for name, router in at.routers.items()},
-        }
+        ways = {"direct": _Way(_Direct(at.http, at.prefill, at.decode).send)}
+        for name, router in at.routers.items():
+            ways[name] = _Way(functools.partial(_post, at.http, at.urls[name]), router.pid)
         for body_bytes, concurrency, stream in itertools.product(
             options.body_bytes, options.concurrency, (False, True)
         ):
@@ -241,7 +227,7 @@ async def _case(body: bytes, stream: bool, concurrency: int, turns: int, ways: d
                 requests=count,
                 per_s=count / walls[name],
                 p50_ms=statistics.median(times[name]),
-                p99_ms=statistics.quantiles(times[name], n=100, method="inclusive")[98],
+                p99_ms=p99(times[name]),
                 cpu_ms=None if used is None else used / count * 1e3,
                 rss_mb=None if pid is None else rss_mb(pid),
             )
@@ -267,21 +253,21 @@ def table(rows: Sequence[Row]) -> Table:
     made = plain_table(
         title="Two routers over the same engines: first turns, prefill and decode",
         caption="added: over direct, the same two calls by hand; CPU and RSS are those of the router's process",
+        columns=[
+            "body",
+            "answer",
+            "at a time",
+            "by",
+            "requests/s",
+            "p50 ms",
+            "added",
+            "p99 ms",
+            "added",
+            "CPU ms",
+            "MB",
+        ],
+        left=("answer", "by"),
     )
-    for column in (
-        "body",
-        "answer",
-        "at a time",
-        "by",
-        "requests/s",
-        "p50 ms",
-        "added",
-        "p99 ms",
-        "added",
-        "CPU ms",
-        "MB",
-    ):
-        made.add_column(column, justify="left" if column in ("answer", "by") else "right")
     for start in range(0, len(rows), len(VARIANTS)):
         direct = rows[start]
         for row in rows[start : start + len(VARIANTS)]:

@@ -143,17 +143,13 @@ def _has_begun(raw: bytes) -> bool:
 
 def table(rows: Sequence[Row], setup: Setup) -> Table:
     """A line a turn."""
+    columns = [(caching, router) for caching in (False, True) for router in ROUTERS]
+    shown = (f"{router}, caching {'on' if caching else 'off'}" for caching, router in columns)
     made = plain_table(
         title=f"The same conversation through two routers, {setup.title}",
         caption="ms to the first token at the client; prefix caching is P's, and always on on D",
+        columns=("turn", "prompt tokens", *shown),
     )
-    columns = [(caching, router) for caching in (False, True) for router in ROUTERS]
-    for heading in (
-        "turn",
-        "prompt tokens",
-        *(f"{router}, caching {'on' if caching else 'off'}" for caching, router in columns),
-    ):
-        made.add_column(heading, justify="right")
     found = {(row.turn, row.prefix_caching, row.router): row for row in rows}
     for turn in sorted({row.turn for row in rows}):
         made.add_row(

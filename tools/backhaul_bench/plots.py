@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -112,20 +111,13 @@ def _ttft(result: Result) -> Figure:
     return figure
 
 
-@dataclass(frozen=True)
-class _Bar:
-    """One turn's time to first token, in the order of `_PARTS`."""
-
-    parts: tuple[float, float, float, float]
-
-    @classmethod
-    def of(cls, row: Row) -> _Bar:
-        """What is not known counts as rest."""
-        read, compute = row.read_ms or 0.0, row.compute_ms or 0.0
-        if row.prefill_ms is None:
-            return cls((0.0, compute, 0.0, max(0.0, row.ttft_ms - compute)))
-        rest = max(0.0, row.prefill_ms - read - compute)
-        return cls((read, compute, rest, max(0.0, row.ttft_ms - row.prefill_ms)))
+def _bar(row: Row) -> tuple[float, float, float, float]:
+    """One turn's time to first token, in the order of `_PARTS`. What is not known counts as rest."""
+    read, compute = row.read_ms or 0.0, row.compute_ms or 0.0
+    if row.prefill_ms is None:
+        return 0.0, compute, 0.0, max(0.0, row.ttft_ms - compute)
+    rest = max(0.0, row.prefill_ms - read - compute)
+    return read, compute, rest, max(0.0, row.ttft_ms - row.prefill_ms)
 
 
 def _split(result: Result) -> Figure:
@@ -133,11 +125,11 @@ def _split(result: Result) -> Figure:
     lengths = _thinned(result.lengths)
     panels = figure.subplots(1, len(ROUTES), sharey=True)
     for route, axes in zip(ROUTES, panels, strict=True):
-        bars = [_Bar.of(result.row(length, route)) for length in lengths]
+        bars = [_bar(result.row(length, route)) for length in lengths]
         places = range(len(lengths))
         bottom = [0.0] * len(lengths)
         for part, (name, color) in enumerate(_PARTS.items()):
-            heights = [bar.parts[part] for bar in bars]
+            heights = [bar[part] for bar in bars]
             axes.bar(places, heights, 0.72, bottom=bottom, color=color, label=name, edgecolor="white", linewidth=0.4)
             bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
         axes.set_title(f"reuse {route}" if route == "off" else route, color=_COLORS[route], fontweight="bold")

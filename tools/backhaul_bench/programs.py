@@ -1,4 +1,4 @@
-"""Subprocesses: modules of this project as processes of their own, and what they use."""
+"""Subprocesses: modules of this project as processes of their own, what they use, and how long things took."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import os
 import re
 import signal
+import statistics
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,3 +62,7 @@ def rss_mb(pid: int) -> float | None:
     except OSError:
         return None
     return int(found[1]) / 1024 if found else None
+
+
+def p99(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=100, method="inclusive")[98] if len(times) > 1 else times[0]

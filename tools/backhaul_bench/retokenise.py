@@ -14,12 +14,10 @@ from typing import Annotated, Any
 
 import httpx2
 from backhaul_cli.options import Count
-from backhaul_connector.launch import cluster
-from backhaul_connector.launch.interpreter import find
-from backhaul_connector.launch.models import BUILT_IN
+from backhaul_connector.launch.cluster import Engines
 
 from .answers import CHAT, EngineTrouble, Json, first_of_group
-from .clusters import say
+from .clusters import on_vllm, say
 from .options import OnVllm
 
 QUESTIONS = (
@@ -160,15 +158,8 @@ async def _turn(
 
 def main(options: Options) -> int:
     """Measures on vLLM engines that it starts and ends, and prints. Raises `LaunchError`."""
-    found = find(options.python)
-    on_cpu = found.device is cluster.Device.CPU
-    config = cluster.EnginesConfig(
-        model=options.model,
-        python=found.path,
-        device=found.device,
-        dtype="float32" if on_cpu and options.model in BUILT_IN else None,
-    )
-    with cluster.Engines(config, report=say) as engines:
+    found, config = on_vllm(options.model, options.python)
+    with Engines(config, report=say) as engines:
         urls = [engine.url for engine in engines.all]
         title = f"vLLM {found.vllm}, model {engines.model}"
         result = asyncio.run(measure(urls, engines.model, title, options))

@@ -52,6 +52,7 @@ from rich.table import Table
 
 from .clusters import say
 from .options import OptionsError, Written
+from .programs import p99
 from .table import console, plain_table
 
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
@@ -327,9 +328,9 @@ def measure(options: Options, progress: Callable[[str], None] = lambda _: None) 
             Row(
                 conversations=step,
                 decide_p50_us=statistics.median(decided),
-                decide_p99_us=_p99(decided),
+                decide_p99_us=p99(decided),
                 turn_p50_us=statistics.median(turned),
-                turn_p99_us=_p99(turned),
+                turn_p99_us=p99(turned),
                 payload_bytes=payload / step,
                 record_bytes=None if grown is None or step < _TELLING else (grown - payload) / step,
             )
@@ -344,10 +345,6 @@ def _timed(runs: Iterable[Callable[[], None]]) -> list[float]:
         run()
         times.append((time.thread_time() - began) * 1e6)
     return times
-
-
-def _p99(times: Sequence[float]) -> float:
-    return statistics.quantiles(times, n=100, method="inclusive")[98] if len(times) > 1 else times[0]
 
 
 def _rss() -> int | None:
@@ -365,9 +362,8 @@ def table(rows: Sequence[Row], options: Options) -> Table:
         title=f"A turn and a conversation of {options.tokens:,} tokens, with so many in the ledger",
         caption="decide: the ledger's take and settle, and place; turn: the whole state machine, without I/O\n"
         "bytes a conversation: its handle and digests, and what the process has grown by besides",
+        columns=("conversations", "decide p50 µs", "p99", "turn p50 µs", "p99", "handle, digests", "besides"),
     )
-    for column in ("conversations", "decide p50 µs", "p99", "turn p50 µs", "p99", "handle, digests", "besides"):
-        made.add_column(column, justify="right")
     for row in rows:
         times = (row.decide_p50_us, row.decide_p99_us, row.turn_p50_us, row.turn_p99_us)
         besides = "–" if row.record_bytes is None else f"{row.record_bytes:,.0f}"

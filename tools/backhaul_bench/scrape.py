@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
 
 import httpx2
 
@@ -17,14 +18,9 @@ _WAIT_S = 2.0
 _SAMPLE = re.compile(r"^vllm:(nixl_xfer_time_seconds|request_prefill_time_seconds)_(sum|count)(?:\{.*\})? (\S+)$", re.M)
 
 
-@dataclass(frozen=True)
-class Times:
-    """Sums since the engine's start, in seconds, and of how many."""
-
-    read_s: float
-    reads: int
-    compute_s: float
-    prefills: int
+READ, COMPUTE = "nixl_xfer_time_seconds", "request_prefill_time_seconds"
+Times = Mapping[tuple[str, str], float]
+"""By what was done: `sum`, in seconds since the engine's start, and `count`."""
 
 
 def client() -> httpx2.AsyncClient:
@@ -34,33 +30,18 @@ def client() -> httpx2.AsyncClient:
 async def times(http: httpx2.AsyncClient, url: str) -> Times:
     answer = await http.get(f"{url}/metrics")
     answer.raise_for_status()
-    found: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], float] = defaultdict(float)
     for name, kind, value in _SAMPLE.findall(answer.text):
-        found[name, kind] = found.get((name, kind), 0.0) + float(value)
-    read, compute = "nixl_xfer_time_seconds", "request_prefill_time_seconds"
-    return Times(
-        read_s=found.get((read, "sum"), 0.0),
-        reads=int(found.get((read, "count"), 0)),
-        compute_s=found.get((compute, "sum"), 0.0),
-        prefills=int(found.get((compute, "count"), 0)),
-    )
+        found[name, kind] += float(value)
+    return found
 
 
-async def read_ms(http: httpx2.AsyncClient, url: str, before: Times) -> float | None:
-    """Milliseconds that the engine has spent on reads since `before`; `None` if it does not say so in time."""
+async def spent_ms(http: httpx2.AsyncClient, url: str, what: str, before: Times) -> float | None:
+    """Milliseconds that the engine has spent since `before` on what `READ` or `COMPUTE` names; `None` if it does not say so in
+    time."""
     deadline = time.monotonic() + _WAIT_S
-    while (now := await times(http, url)).reads <= before.reads:
+    while (now := await times(http, url))[what, "count"] <= before[what, "count"]:
         if time.monotonic() > deadline:
             return None
         await asyncio.sleep(0.02)
-    return (now.read_s - before.read_s) * 1e3
-
-
-async def compute_ms(http: httpx2.AsyncClient, url: str, before: Times) -> float | None:
-    """Milliseconds that the engine has spent on prefilling since `before`; `None` if it does not say so in time."""
-    deadline = time.monotonic() + _WAIT_S
-    while (now := await times(http, url)).prefills <= before.prefills:
-        if time.monotonic() > deadline:
-            return None
-        await asyncio.sleep(0.02)
-    return (now.compute_s - before.compute_s) * 1e3
+    return (now[what, "sum"] - before[what, "sum"]) * 1e3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -19,9 +20,11 @@ def console() -> Console:
     return made if made.is_terminal else Console(highlight=False, width=max(_PLAIN_WIDTH, made.width))
 
 
-def plain_table(title: str, caption: str | None = None) -> Table:
-    """A table without lines, as every bench prints it; its columns are the caller's."""
-    return Table(
+def plain_table(
+    title: str, caption: str | None = None, columns: Iterable[str] = (), left: Container[str] = ()
+) -> Table:
+    """A table without lines, as every bench prints it. Columns are to the right but for those named in `left`."""
+    made = Table(
         title=title,
         caption=caption,
         box=None,
@@ -30,6 +33,9 @@ def plain_table(title: str, caption: str | None = None) -> Table:
         header_style="bold",
         title_style="bold",
     )
+    for name in columns:
+        made.add_column(name, justify="left" if name in left else "right")
+    return made
 
 
 def table(result: Result) -> Table:
@@ -39,12 +45,8 @@ def table(result: Result) -> Table:
     made = plain_table(
         title=f"Time to first token in ms{spread}\n{result.cluster.title}",
         caption="read: time that P spent on reading from D; local turns read nothing",
+        columns=("prompt", *ROUTES, "warm saves", "local saves", "read", "offered", "computed"),
     )
-    made.add_column("prompt", justify="right")
-    for route in ROUTES:
-        made.add_column(route, justify="right")
-    for name in ("warm saves", "local saves", "read", "offered", "computed"):
-        made.add_column(name, justify="right")
     for length in result.lengths:
         off, warm, local = (result.row(length, route) for route in ROUTES)
         made.add_row(

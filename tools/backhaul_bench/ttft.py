@@ -182,10 +182,10 @@ class _Talker:
         ttft_ms, report, answer = await self.turn(new)
         read_ms: float | None = 0.0
         if report.route is Route.WARM:
-            read_ms = await scrape.read_ms(http, engine, before)
+            read_ms = await scrape.spent_ms(http, engine, scrape.READ, before)
         costs = self.cluster.costs
         if costs is None:
-            compute_ms = await scrape.compute_ms(http, engine, before)
+            compute_ms = await scrape.spent_ms(http, engine, scrape.COMPUTE, before)
         else:
             compute_ms = None if report.computed is None else report.computed * costs.prefill_s * 1e3
         return Sample(

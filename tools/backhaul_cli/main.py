@@ -173,7 +173,3 @@ def _of_engines() -> tuple[type[Exception], ...]:
     import openai
 
     return openai.OpenAIError, OSError
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -87,6 +87,8 @@ def _read(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _words(field: dataclasses.Field[Any], kind: Any, texts: list[str], parse: list[Any]) -> dict[str, Any]:
     text, words = texts[-1], dict[str, Any]()
+    if kind is bool:
+        return {"action": "store_true", "help": text}
     if isinstance(kind, enum.EnumMeta) or get_origin(kind) is Literal:
         words["choices"] = [str(one) for one in (kind if isinstance(kind, enum.EnumMeta) else get_args(kind))]
     else:

@@ -2,38 +2,80 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
-from backhaul_connector.launch import cluster, options
-from backhaul_connector.launch.cluster import Engines
+from backhaul_connector import settings as connector_settings
+from backhaul_connector.launch import cluster
+from backhaul_connector.launch.cluster import Connector, Device, Engines, EnginesConfig
+from backhaul_connector.launch.models import BUILT_IN
 from backhaul_router.config import RouterConfig
 from backhaul_router.errors import ConfigError
+from backhaul_router.serve.admission import Limits
 from backhaul_router.serve.options import engine_api_key
+from backhaul_router.serve.settings import ServerSettings, Settings
 from backhaul_router.serve.tenants import Tenants
 
 from .serve import server_module
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options] [-- vLLM flags for every engine]"
-    options.add_arguments(parser)
-    router = parser.add_argument_group("router")
-    router.add_argument("--no-router", dest="router", action="store_false", help="start the engines only")
-    router.add_argument("--host", default="127.0.0.1", help="where the router listens (default: %(default)s)")
-    router.add_argument("--port", type=int, help="(default: 8000, or a free one where that is in use)")
+_SETTINGS = ", ".join(connector_settings.Settings.__struct_fields__)
+_MODEL = f"a directory, a name that vLLM knows, or {' or '.join(BUILT_IN)}, built on first use"
 
 
-def run(args: argparse.Namespace, passed_on: Sequence[str]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    model: Annotated[str, "DIR_OR_NAME", _MODEL] = EnginesConfig.model
+    prefill_engines: Annotated[int, "how many"] = EnginesConfig.prefill_engines
+    decode_engines: Annotated[int, "how many"] = EnginesConfig.decode_engines
+    python: Annotated[str | None, "PATH", "the Python that has vLLM (default: this one)"] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: what the installed vLLM was built for"] = "auto"
+    connector: Annotated[Connector, "what moves KV: backhaul's own, which proves every read, or vLLM's"] = (
+        EnginesConfig.connector
+    )
+    connector_option: Annotated[
+        list[str] | None,
+        "NAME=VALUE",
+        f"a setting of backhaul's connector ({_SETTINGS}); may be repeated",
+        str,
+        {"action": "append"},
+    ] = None
+    dtype: Annotated[str | None, "TYPE", "such as float32 (default: the model's)"] = None
+    max_model_len: Annotated[int | None, "TOKENS", "(default: the model's)"] = None
+    no_prefix_caching_on_prefill: Annotated[
+        bool, "so that whatever a prefill engine does not compute was read from a decode engine"
+    ] = False
+    decoder_kv_blocks_ttl: Annotated[float, "SECONDS", "how long a decode engine keeps a finished turn's blocks"] = (
+        EnginesConfig.decoder_kv_blocks_ttl
+    )
+    kv_recompute_threshold: Annotated[
+        int, "TOKENS", "fewer reusable tokens than these are computed rather than read"
+    ] = EnginesConfig.kv_recompute_threshold
+    vllm_args: tuple[str, ...] = ()
+    dry_run: Annotated[bool, "print the engines' command lines, and start nothing"] = False
+    no_router: Annotated[bool, "start the engines only"] = False
+    host: Annotated[str, "where the router listens"] = "127.0.0.1"
+    port: Annotated[int | None, "the router's (default: 8000, or a free one where that is in use)"] = None
+
+    def engines(self) -> EnginesConfig:
+        """Raises `LaunchError`."""
+        words = {field.name: getattr(self, field.name) for field in fields(EnginesConfig) if field.name in vars(self)}
+        words["device"] = None if self.device == "auto" else Device(self.device)
+        words["connector_options"] = tuple(self.connector_option or ())
+        words["prefill_prefix_caching"] = not self.no_prefix_caching_on_prefill
+        return EnginesConfig(**words)
+
+
+def main(options: Options) -> int:
     """Until something ends it. Raises `LaunchError`, `ConfigError`, `CommandError`."""
-    config = options.config_from(args, passed_on)
-    if args.dry_run or not args.router:
-        return cluster.up(config, dry_run=args.dry_run)
+    config = options.engines()
+    if options.dry_run or options.no_router:
+        return cluster.up(config, dry_run=options.dry_run)
     tenants = Tenants.from_options(None)
     engine_api_key()  # before engines take minutes to start
-    with _listener(args.host, args.port) as listener:
+    with _listener(options.host, options.port) as listener:
         return cluster.up(config, run=lambda engines: _route(engines, listener, tenants))
 
 
@@ -58,7 +100,8 @@ def _route(engines: Engines, listener: socket.socket, tenants: Tenants) -> None:
     def started(url: str) -> None:
         print(cluster.how_to_reach(engines, url), flush=True)
 
-    server_module().serve_on(listener, _config_for(engines), started=started, check=engines.check, tenants=tenants)
+    settings = Settings(router=_config_for(engines), server=ServerSettings(), limits=Limits(), tenants=tenants)
+    server_module().serve_settings(listener, settings, started=started, check=engines.check)
 
 
 def _config_for(engines: Engines) -> RouterConfig:

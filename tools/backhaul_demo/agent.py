@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 from backhaul._conversation import Conversation
+from backhaul_bench.answers import assemble
 from backhaul_router.report import ReuseReport
 
 _SYSTEM = """\
@@ -153,17 +154,20 @@ async def converse(
             extra_body={"cache_salt": salt},
         )
         first: float | None = None
-        message = _Message()
+        chunks: list[dict[str, Any]] = []
         async for chunk in stream:
             if chunk.choices:
                 first = first or time.perf_counter()
-                message.feed(chunk.choices[0].delta)
+                chunks.append(chunk.model_dump())
         report = conversation.reuse.last
         if report is None or first is None:
             raise openai.OpenAIError(f"the engines ended the turn {step.what!r} without an answer")
-        messages.append(message.to_dict())
-        call_ids = [call["id"] for call in message.calls]
-        yield Turn(step, message.answer(), report, (first - began) * 1e3)
+        said = assemble(chunks)[0]["message"]
+        calls = said.get("tool_calls", [])
+        messages.append({"role": "assistant", "content": said["content"], **({"tool_calls": calls} if calls else {})})
+        call_ids = [call["id"] for call in calls]
+        functions = tuple((call["function"]["name"], call["function"]["arguments"]) for call in calls)
+        yield Turn(step, Answer(said["content"], functions), report, (first - began) * 1e3)
 
 
 def _new_messages(step: Step, call_ids: list[str]) -> list[dict[str, Any]]:
@@ -177,30 +181,3 @@ def _new_messages(step: Step, call_ids: list[str]) -> list[dict[str, Any]]:
         {"role": "tool", "tool_call_id": first, "content": step.says},
         *({"role": "tool", "tool_call_id": call_id, "content": "the same"} for call_id in rest),
     ]
-
-
-class _Message:
-    """An assistant's message in the making."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.calls: list[dict[str, Any]] = []
-
-    def feed(self, delta: Any) -> None:
-        self.text += delta.content or ""
-        for piece in delta.tool_calls or ():
-            while len(self.calls) <= piece.index:
-                self.calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-            call = self.calls[piece.index]
-            call["id"] = piece.id or call["id"]
-            if piece.function is not None:
-                call["function"]["name"] += piece.function.name or ""
-                call["function"]["arguments"] += piece.function.arguments or ""
-
-    def to_dict(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        return message | ({"tool_calls": self.calls} if self.calls else {})
-
-    def answer(self) -> Answer:
-        functions = [call["function"] for call in self.calls]
-        return Answer(self.text, tuple((function["name"], function["arguments"]) for function in functions))

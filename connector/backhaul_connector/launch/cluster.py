@@ -5,6 +5,7 @@ For Python code the same is `with Engines(EnginesConfig(model="tiny")) as engine
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -13,8 +14,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from . import interpreter
-from .command import Connector, Device, EngineCommand, EnginesConfig, LaunchError, Role, plan
+from .command import Connector, Device, EngineCommand, EnginesConfig, Role, plan
 from .engines import Engine, Engines
+from .models import LaunchError
 
 __all__ = [
     "Connector",
@@ -74,7 +76,7 @@ def dry_commands(config: EnginesConfig) -> tuple[EngineCommand, ...]:
 def how_to_reach(engines: Engines, router: str | None = None) -> str:
     """The addresses, of a router's base URL too where there is one, and what one pastes into a program."""
     prefill, decode = ([engine.url for engine in role] for role in (engines.prefill, engines.decode))
-    arguments = [f"prefill={_literal(prefill)}", f"decode={_literal(decode)}"]
+    arguments = [f"prefill={json.dumps(prefill)}", f"decode={json.dumps(decode)}"]
     defaults = EnginesConfig()
     arguments += [
         f"{name}={getattr(engines.config, name):g}"
@@ -94,10 +96,6 @@ def how_to_reach(engines: Engines, router: str | None = None) -> str:
     program = "\n    ".join(["from backhaul import AsyncOpenAI", *clients])
     what = "the engines" if router is None else "everything"
     return "\n" + "\n".join(lines) + f"\n\n    {program}\n\nCtrl-C stops {what}."
-
-
-def _literal(urls: list[str]) -> str:
-    return "[" + ", ".join(f'"{url}"' for url in urls) + "]"
 
 
 @contextmanager

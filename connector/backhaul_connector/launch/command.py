@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import settings
 from ..vllm_patches import nixl_progress, worker_waits
-from .models import BUILT_IN, location
+from .models import BUILT_IN, LaunchError, location
 
 HOST = "127.0.0.1"
 
@@ -118,14 +118,6 @@ OWN_FLAGS: Mapping[str, str] = {
     "--kv-transfer-config": "it differs between prefill and decode engines, and backhaul writes it",
 }
 """vLLM flags that would break the set, and why."""
-
-
-class LaunchError(Exception):
-    """Engines cannot be started, or one has ended. The message is one line; `detail` is the end of a log, if any."""
-
-    def __init__(self, message: str, detail: str = "") -> None:
-        super().__init__(message)
-        self.detail = detail
 
 
 @dataclass(frozen=True)

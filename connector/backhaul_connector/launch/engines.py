@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from . import cpu_workers, interpreter, models, supervise
-from .command import HOST, Device, EngineCommand, EnginesConfig, LaunchError, Role, plan, served_name, split_cores
+from .command import HOST, Device, EngineCommand, EnginesConfig, Role, plan, served_name, split_cores
+from .models import LaunchError
 
 GRACE_S = 10.0
 """An engine that was asked to end has this long before it is killed."""
@@ -177,10 +178,7 @@ class Engines:
             self._report(
                 f"note: {python.path} has no Backhaul; without it, vLLM {python.vllm} hides handles in streams"
             )
-        try:
-            models.ensure(self.config.model, python.path, self._report)
-        except models.ModelError as error:
-            raise LaunchError(str(error), error.detail) from error
+        models.ensure(self.config.model, python.path, self._report)
         device = self.config.device or python.device
         all_cores = sorted(os.sched_getaffinity(0))
         commands = plan(

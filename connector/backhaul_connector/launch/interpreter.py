@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from .command import Device, LaunchError
+from .command import Device
+from .models import LaunchError
 
 _PROBE = """
 import importlib.metadata as metadata, importlib.util as util, json

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 
-class ModelError(Exception):
-    """A model is not there, or could not be built. The message is one line; `detail` is the builder's last words."""
+class LaunchError(Exception):
+    """Engines cannot be started, or one has ended. The message is one line; `detail` is the end of a log, if any."""
 
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ def location(model: str) -> str:
 
 
 def ensure(model: str, python: str, report: Callable[[str], None]) -> None:
-    """Builds a built-in model that is not in the cache. Raises `ModelError`, also for a directory that is not there.
+    """Builds a built-in model that is not in the cache. Raises `LaunchError`, also for a directory that is not there.
 
     Concurrent builds are safe: each builds in a directory of its own, and the first to finish is kept.
     """
@@ -72,7 +72,7 @@ def ensure(model: str, python: str, report: Callable[[str], None]) -> None:
     built_in = BUILT_IN.get(model)
     if built_in is None:
         if model.startswith(("/", "./", "../", "~")):
-            raise ModelError(f"model {model}: there is no such directory")
+            raise LaunchError(f"model {model}: there is no such directory")
         return
     report(f"building the model {built_in.name} in {kept}")
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def ensure(model: str, python: str, report: Callable[[str], None]) -> None:
         fresh, log = Path(scratch) / built_in.name, Path(scratch) / "log"
         status = _build([python, str(Path(__file__).resolve()), built_in.name, str(fresh)], log)
         if status:
-            raise ModelError(
+            raise LaunchError(
                 f"model {model}: {python} could not build it (exit {status}); it needs torch and transformers"
                 f"{built_in.also_needs}",
                 "\n".join(log.read_text(errors="replace").splitlines()[-15:]),

@@ -32,7 +32,7 @@ class Severity(enum.IntEnum):
     """An engine does not answer, so nothing is known of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """Diagnostic: what is wrong, and what to do about it."""
 
@@ -124,25 +124,17 @@ async def _describe(client: EngineClient, url: str, role: Role, timeout_s: float
     try:
         return await describe(client, url, role, timeout_s)
     except Unreachable as error:
-        return Finding(
-            severity=Severity.UNREACHABLE,
-            where=url,
-            what=str(error),
-            advice="start the engine, or correct its URL; see its log and its /health",
-        )
+        advice = "start the engine, or correct its URL; see its log and its /health"
+        return Finding(Severity.UNREACHABLE, url, str(error), advice)
     except ConfigError as error:
         key = "401" in str(error) or "403" in str(error)
-        return Finding(
-            severity=Severity.UNSAFE,
-            where=url,
-            what=str(error),
-            advice=f"put the engines' key into {ENGINE_KEY_VARIABLE}" if key else "run another engine there",
-        )
+        advice = f"put the engines' key into {ENGINE_KEY_VARIABLE}" if key else "run another engine there"
+        return Finding(Severity.UNSAFE, url, str(error), advice)
 
 
 def _of_engine(engine: Engine) -> Iterable[Finding]:
     def warning(what: str, advice: str) -> Finding:
-        return Finding(severity=Severity.WARNING, where=engine.url, what=what, advice=advice)
+        return Finding(Severity.WARNING, engine.url, what, advice)
 
     ours = engine.connector is not None
     if engine.block_size is None:
@@ -166,23 +158,20 @@ def _misfits(engines: Iterable[Engine]) -> list[Finding]:
         try:
             check_fit((first, other))
         except ConfigError as error:
-            where = f"{first.url}, {other.url}"
             advice = "serve one model with one vLLM build and one block size"
-            found.append(Finding(severity=Severity.UNSAFE, where=where, what=str(error), advice=advice))
+            found.append(Finding(Severity.UNSAFE, f"{first.url}, {other.url}", str(error), advice))
     return found
 
 
 def _fixed_ids(pairs: Iterable[ProbeResult]) -> Iterable[Finding]:
     """One for each decode engine."""
     for url, engine_id in {pair.decode: pair.fixed_id for pair in pairs if pair.fixed_id is not None}.items():
-        yield Finding(
-            severity=Severity.WARNING,
-            where=url,
-            what=f"its engine_id is fixed ({engine_id!r}): what an earlier process held looks valid after a restart",
-            advice="leave engine_id out of --kv-transfer-config: vLLM then makes a new one at every start",
-        )
+        what = f"its engine_id is fixed ({engine_id!r}): what an earlier process held looks valid after a restart"
+        advice = "leave engine_id out of --kv-transfer-config: vLLM then makes a new one at every start"
+        yield Finding(Severity.WARNING, url, what, advice)
 
 
+_P_CHANNEL = "P's side channel (VLLM_NIXL_SIDE_CHANNEL_HOST and port) must be reachable from D; see D's log"
 _PAIR_ADVICE = {
     Verdict.HANGS: (
         Severity.UNSAFE,
@@ -200,11 +189,7 @@ _PAIR_ADVICE = {
         "start P with a KV connector as kv_producer (`backhaul up --dry-run` prints the flags)",
     ),
     Verdict.PREFILL_FAILS: (Severity.UNSAFE, "P does not answer a plain request", "see P's log"),
-    Verdict.DECODE_FAILS: (
-        Severity.UNSAFE,
-        "D does not answer a request with P's handle",
-        "P's side channel (VLLM_NIXL_SIDE_CHANNEL_HOST and port) must be reachable from D; see D's log",
-    ),
+    Verdict.DECODE_FAILS: (Severity.UNSAFE, "D does not answer a request with P's handle", _P_CHANNEL),
     Verdict.NO_DECODE_HANDLE: (
         Severity.WARNING,
         "D keeps nothing for P, so every turn is cold",
@@ -227,24 +212,14 @@ def _of_pair(pair: ProbeResult, prefill: Engine, decode: Engine) -> Iterable[Fin
     where = f"{pair.prefill} reads from {pair.decode}"
     if pair.verdict in _PAIR_ADVICE:
         severity, what, advice = _PAIR_ADVICE[pair.verdict]
-        yield Finding(severity=severity, where=where, what=f"{what}: {pair.detail or pair.verdict}", advice=advice)
+        yield Finding(severity, where, f"{what}: {pair.detail or pair.verdict}", advice)
     if pair.received == 0:
-        yield Finding(
-            severity=Severity.WARNING,
-            where=where,
-            what="D computed the prompt again instead of reading it from P",
-            advice="P's side channel (VLLM_NIXL_SIDE_CHANNEL_HOST and port) must be reachable from D; see D's log",
-        )
+        yield Finding(Severity.WARNING, where, "D computed the prompt again instead of reading it from P", _P_CHANNEL)
     if (prefill.connector is None) is not (decode.connector is None):
-        yield Finding(
-            severity=Severity.WARNING,
-            where=where,
-            what="one of them runs our connector and the other does not: reuse needs a proof by token ids",
-            advice="run our connector on both",
-        )
+        what = "one of them runs our connector and the other does not: reuse needs a proof by token ids"
+        yield Finding(Severity.WARNING, where, what, "run our connector on both")
     for what in pair.left_pinned:
-        advice = "nothing: the blocks are free when their TTL ends"
-        yield Finding(severity=Severity.WARNING, where=where, what=what, advice=advice)
+        yield Finding(Severity.WARNING, where, what, "nothing: the blocks are free when their TTL ends")
 
 
 def _facts(url: str, role: Role, engine: Engine | None, pairs: Sequence[ProbeResult]) -> EngineFacts:

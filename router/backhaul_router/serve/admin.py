@@ -127,27 +127,25 @@ class Admin:
 
     async def answer(self, method: str, path: str, query: Query, body: bytes) -> Answer:
         """The answer to a client that is not refused."""
-        for (allowed, at), run in (
-            (("GET", "/engines"), self._list),
-            (("POST", "/engines"), self._add),
-            (("POST", "/engines/drain"), self._drain),
-            (("DELETE", "/engines"), self._remove),
-            (("POST", "/flush"), self._flush),
-            (("POST", "/reload"), self._reload),
-            (("GET", "/workers"), self._workers),
-        ):
-            if (method, path.removeprefix(PATH)) == (allowed, at):
-                try:
-                    return await run(query, body)
-                except _NotByAll as error:
-                    return Answer.error(502, str(error), "not_all_workers")
-                except ConfigError as error:
-                    return Answer.error(400, str(error), "cannot_be_done")
-                except LeaseError as error:
-                    return Answer.error(502, str(error), "lease_failed")
-        if path.removeprefix(PATH) in ("/engines", "/engines/drain", "/flush", "/reload", "/workers"):
+        of_path = {
+            "/engines": {"GET": self._list, "POST": self._add, "DELETE": self._remove},
+            "/engines/drain": {"POST": self._drain},
+            "/flush": {"POST": self._flush},
+            "/reload": {"POST": self._reload},
+            "/workers": {"GET": self._workers},
+        }.get(path.removeprefix(PATH))
+        if of_path is None:
+            return Answer.error(404, f"{path} is not there; see {PATH}/engines", "not_found")
+        if method not in of_path:
             return Answer.error(405, f"{method} is not for {path}", "method_not_allowed")
-        return Answer.error(404, f"{path} is not there; see {PATH}/engines", "not_found")
+        try:
+            return await of_path[method](query, body)
+        except _NotByAll as error:
+            return Answer.error(502, str(error), "not_all_workers")
+        except ConfigError as error:
+            return Answer.error(400, str(error), "cannot_be_done")
+        except LeaseError as error:
+            return Answer.error(502, str(error), "lease_failed")
 
     # --- engines
 

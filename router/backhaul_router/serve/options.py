@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .. import engine_key
 from ..engine_key import ENGINE_KEY_VARIABLE
@@ -102,16 +103,16 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
     if setting.default is not None:
         default = "yes" if setting.default is True else "no" if setting.default is False else setting.default
         text = f"{text} (default: {default})".strip()
+    words: dict[str, Any]
     if setting.kind is bool:
-        action = argparse.BooleanOptionalAction
-        group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text)
+        words = {"action": argparse.BooleanOptionalAction}
     elif setting.kind is list:
-        group.add_argument(flag, action="append", default=argparse.SUPPRESS, metavar=metavar, help=text)
+        words = {"action": "append", "metavar": metavar}
     elif setting.kind in (int, float, str):
-        group.add_argument(flag, type=setting.kind, default=argparse.SUPPRESS, metavar=metavar, help=text)
+        words = {"type": setting.kind, "metavar": metavar}
     else:
-        choices = [str(one) for one in setting.kind]
-        group.add_argument(flag, choices=choices, default=argparse.SUPPRESS, help=text)
+        words = {"choices": [str(one) for one in setting.kind]}
+    group.add_argument(flag, default=argparse.SUPPRESS, help=text, **words)
 
 
 def settings_from(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Settings:

@@ -23,10 +23,8 @@ from types import FrameType
 import uvicorn
 import uvloop
 
-from ..config import RouterConfig
 from ..engines.tls import server_context
 from ..errors import ConfigError
-from .admission import Limits
 from .asgi import App, make_app
 from .http_limits import LimitedHttp
 from .listening import BACKLOG, base_url, how_to_reach, listen, unusable, warn_where_anybody_may_ask
@@ -35,10 +33,8 @@ from .reload import Reload
 from .settings import ServerSettings, Settings
 from .siblings import Seat, Siblings
 from .supervisor import Supervisor
-from .tenants import NO_TENANTS, Tenants
 
 DEFAULT_PORT = 8000
-GRACE_S = 30.0
 
 _KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection, so that it is never the server that closes one which is just reused."""
@@ -70,22 +66,6 @@ def serve(settings: Settings, load: Callable[[], Settings] | None = None) -> Non
 
 def _say_how_to_reach(url: str, *, asks_for_key: bool) -> None:
     print(how_to_reach(url, "KEY" if asks_for_key else "none"), flush=True)
-
-
-def serve_on(
-    listener: socket.socket,
-    config: RouterConfig,
-    *,
-    grace_s: float = GRACE_S,
-    metrics_public: bool = True,
-    started: Callable[[str], None] = lambda _: None,
-    check: Callable[[], None] = lambda: None,
-    tenants: Tenants = NO_TENANTS,
-) -> None:
-    """As `serve_settings`, with those settings and the defaults."""
-    of_server = ServerSettings(grace_s=grace_s, metrics_public=metrics_public)
-    settings = Settings(router=config, server=of_server, limits=Limits(), tenants=tenants)
-    serve_settings(listener, settings, started=started, check=check)
 
 
 def serve_settings(

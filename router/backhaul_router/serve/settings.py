@@ -12,12 +12,10 @@ import enum
 import math
 import os
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..config import RouterConfig
@@ -27,9 +25,8 @@ from ..engines.tls import client_context, server_context
 from ..errors import ConfigError
 from .admission import Limits
 from .otlp import traces_url
-from .tenants import Tenants
+from .tenants import Tenants, read_toml
 
-"""What the engines want as a bearer token. Not an option: everybody on a machine can read command lines."""
 REDIS_URL_VARIABLE = "BACKHAUL_REDIS_URL"
 """Counts where neither the file nor an option has it."""
 ADMIN_KEY_VARIABLE = "BACKHAUL_ADMIN_KEY"
@@ -186,7 +183,7 @@ class _Reading:
         self._tenants: Any = None
         self._broken: set[str] = set()
         self._problems: list[str] = []
-        for table, content in (_parsed(file) if file is not None else {}).items():
+        for table, content in (read_toml(file) if file is not None else {}).items():
             self._table(table, content)
         self._in_file = self._values.keys() - flags.keys()
         self._values.update(flags)
@@ -284,18 +281,6 @@ class _Reading:
         self._problems.append(
             f"{self._file}: {message}" if self._file and not message.startswith(self._file) else message
         )
-
-
-def _parsed(file: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: not UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\(at [^)]*\)$", str(error))  # the text before it may be a key
-        raise ConfigError(f"{file}: not TOML: {place[0].strip('()') if place else 'it ends too early'}") from None
 
 
 def _nearest(word: str, known: Sequence[str] | Mapping[str, Any], what: str) -> str:

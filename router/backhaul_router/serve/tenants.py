@@ -81,14 +81,7 @@ class Tenants:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Tenants:
         """From a TOML file of tables `[tenants.NAME]`, and of nothing else. Raises `ConfigError`."""
-        try:
-            read = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{os.fspath(path)}: {error.strerror or error}") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"{os.fspath(path)}: not UTF-8") from None
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{os.fspath(path)}: not TOML: {_place_of(error)}") from None
+        read = read_toml(path)
         if read.keys() != {"tenants"} or not read["tenants"]:
             raise ConfigError(
                 f"{os.fspath(path)}: it has to have tables [tenants.NAME] with keys = [...], and no others"
@@ -116,10 +109,18 @@ def _named(source: str, mapping: Mapping[str, Any]) -> Tenants:
         raise ConfigError(f"{source}: {error}") from None
 
 
-def _place_of(error: tomllib.TOMLDecodeError) -> str:
-    """Where it is wrong, without the text around it, which may be a key."""
-    place = re.search(r"\(at [^)]*\)$", str(error))
-    return place[0].strip("()") if place else "it cannot be read"
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Raises `ConfigError`, which shows none of the text: it may be a key."""
+    file = os.fspath(path)
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at [^)]*\)$", str(error))
+        raise ConfigError(f"{file}: not TOML: {place[0].strip('()') if place else 'it ends too early'}") from None
 
 
 class _Reading:
