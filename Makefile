@@ -44,9 +44,7 @@ test: $(DEV) $(OPENAI2) ## Run every test: with openai 2 and 3, and against real
 
 # The phase of `make test` for the newest release: ARGS narrows it, as in ARGS=tests/vllm/test_plugin.py.
 test-vllm33: $(DEV) $(VLLM33) ## Run the tests with real engines on vLLM 0.33, whose Python runs over 0.32's CPU kernels
-	BACKHAUL_VLLM_PYTHON=$(CURDIR)/.venv-vllm33/bin/python .venv/bin/python -m pytest $(or $(ARGS),$(ON_VLLM33))
-
-ON_VLLM33 := $(addprefix tests/vllm/test_,conformance.py connector_conformance.py plugin.py endpoints.py turns.py exact.py)
+	BACKHAUL_VLLM_PYTHON=$(CURDIR)/.venv-vllm33/bin/python .venv/bin/python -m pytest -n 2 --dist loadgroup $(or $(ARGS),tests/vllm)
 
 vllm-next: $(DEV) $(VLLM) ## Judge a newer vLLM by the conformance tests: make vllm-next WHEEL=vllm==0.34.0, or a file
 	@[ -n "$(WHEEL)" ] || { echo "name what to judge: make vllm-next WHEEL=vllm==0.34.0, or a wheel's file" >&2; exit 1; }
