@@ -5,6 +5,9 @@ passes untouched. The turn's report is in `usage.backhaul` of a whole answer, an
 stream, which is taken out. An answer without one, as of an older router or of a stream that broke, has the report fetched, for
 which its last bytes wait: when the caller has the whole answer, `chat.reuse.last` is about it. Where it cannot be fetched, what
 the answer itself says has to do. Nothing here raises into a caller's request.
+
+Longer than most modules: hooks and bodies are there twice, for synchronous and for asynchronous clients, over one account of
+a turn.
 """
 
 from __future__ import annotations

@@ -297,3 +297,26 @@ def test_skips_fail_a_run_that_forbids_them(tmp_path):
     )
     assert ran.returncode == pytest.ExitCode.TESTS_FAILED
     assert "no such thing here: with BACKHAUL_NO_SKIPS=1, a skip is a failure" in ran.stdout
+
+
+def test_a_long_module_says_at_its_top_why_it_is_not_two():
+    silent = [
+        path.name
+        for package in PACKAGES.values()
+        for path in package.rglob("*.py")
+        if len(path.read_text().splitlines()) > 455
+        and "Longer than most modules" not in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    ]
+    assert silent == []
+
+
+def test_no_class_has_more_public_methods_than_a_reader_can_hold():
+    wrong = []
+    for package in PACKAGES.values():
+        for path in package.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    methods = {f.name for f in node.body if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)}
+                    if len([name for name in methods if not name.startswith("_")]) > 25:
+                        wrong.append(f"{path.name}: {node.name}")
+    assert wrong == []

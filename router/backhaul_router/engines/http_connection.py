@@ -1,7 +1,8 @@
 """HTTP/1.1 connection to an engine, the response stream of one exchange on it, and the keep-alive pool of an event loop.
 
-`http_client` makes and uses them. Streams are chunks as they come, with backpressure and a limit on silence. One module, although
-it is long: each knows when the other may be used again.
+`http_client` makes and uses them. Streams are chunks as they come, with backpressure and a limit on silence.
+
+Longer than most modules: a connection and the stream on it know when the other may be used again.
 """
 
 from __future__ import annotations

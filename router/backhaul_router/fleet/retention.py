@@ -177,7 +177,7 @@ class Retention:
     """Cache budget with eviction: counts, and chooses. Give `take_due` to whoever can drop and release."""
 
     def __init__(self, budget: int | None = None, one_shot_s: float = 60.0) -> None:
-        """`budget`: tokens per decode engine; `None` for `retention_accounts.DEFAULT_SHARE` of what each has."""
+        """`budget`: tokens per decode engine; `None` for `DEFAULT_SHARE` of what each has."""
         self.configure(budget, one_shot_s)
         self._decodes: dict[str, DecodeAccount] = {}
         self._deadlines = CalendarQueue(deadline_of)

@@ -17,11 +17,11 @@ Rules that can be seen here:
 - a stock engine's handle is sent to P once; from then on it is in nobody's hands, whatever came of it. A shared one stays in
   the ledger: D confirms what P is about to read, at that moment;
 - no render and no ids where P and D check handles by themselves, and what they say they did is the report;
-- a request goes out again by `retries` alone;
+- a request goes out again by `settlement.another` and `settlement.outlives` alone;
 - before the client's first byte a failure can become another try; after it, an error event and the end;
 - every way out settles (`settlement`), and makes the report (`accounting`).
 
-This module is longer than others so that every transition stands in one place.
+Longer than most modules, so that every transition stands in one place.
 """
 
 from __future__ import annotations
