@@ -96,6 +96,11 @@ class View(enum.Enum):
     SUMMARY = enum.auto()
     """What the answer's head and its token counts say, to clients that are not shown reports."""
 
+    @property
+    def without_engines(self) -> View:
+        """The same, for whoever has not asked: answers are handed on more readily than reports."""
+        return View.WITHOUT_ENGINES if self is View.WHOLE else self
+
     def of(self, report: ReuseReport) -> bytes:
         """A report as JSON."""
         if self is View.SUMMARY:

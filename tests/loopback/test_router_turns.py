@@ -332,3 +332,13 @@ async def test_one_header_with_two_ids_is_refused() -> None:
         same = await cluster.ask({"messages": opening()}, conversation=None, headers=[two[0], two[0]])
     assert (answer.status, same.status) == (400, 200)
     assert "is there twice, with two ids" in answer.json["error"]["message"]
+
+
+async def test_an_answer_names_engines_to_whoever_asks_for_its_report_and_to_nobody_else() -> None:
+    async with run_cluster() as cluster:
+        plain = await cluster.ask({"messages": opening()})
+        asked = await cluster.ask({"messages": opening()}, headers=[("X-Backhaul-Report", "comment")], conversation="b")
+    shown, whole = (answer.json["usage"]["backhaul"] for answer in (plain, asked))
+    assert shown.keys() == whole.keys()
+    assert (shown["prefill_engine"], shown["decode_engine"]) == ("(url withheld)", "(url withheld)")
+    assert (whole["prefill_engine"], whole["decode_engine"]) == (cluster.p.url, cluster.d.url)

@@ -165,6 +165,8 @@ def _run(module: ModuleType, args: argparse.Namespace, passed_on: Sequence[str],
             raise
         clusters.say("stopped")
         return clusters.INTERRUPTED
+    except _told():
+        raise
     except _of_engines() as error:
         raise CommandError(f"{type(error).__name__}: {error}") from error
 

@@ -209,7 +209,8 @@ class Router:
         turn = Turn(facts, identity, services.config, services.fleet, now, request.route, hints, request.tenant, chain)
         spans = NO_SPANS if self.tracing is None else self.tracing.begin(turn, headers)
         turn.deaths = deaths
-        turn.view, turn.comments = request.view, REPORT_HEADER in headers
+        turn.comments = REPORT_HEADER in headers
+        turn.view = request.view if turn.comments else request.view.without_engines
         turn.flushes = services.handles.ledger.flushes
         logs.note(turn)
         forwarded = engine_headers(headers, identity.conversation if identity else None)
